@@ -1,0 +1,5 @@
+"""The Pallas backend: jax arrays, Mosaic GPU on Hopper and newer, interpreted where is no GPU."""
+
+from fkv.pallas._launch import run
+
+__all__ = ["run"]

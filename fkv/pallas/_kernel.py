@@ -1,0 +1,210 @@
+"""Device code. A block of one warpgroup does BLOCK_T tokens x BLOCK_H heads of one layer.
+
+The TMA copies each head's K and V rows from global to shared memory and back, NUM_SLOTS heads in
+flight; it clips what lies past total_ctx. V never leaves shared memory. K passes through registers,
+its two rotary halves and its tail apart, so that a pair (i, i + R/2) meets in one lane.
+
+Lowering semantics are Lane, in which shared memory is what this file says, plain rows: the compiler
+infers swizzles under the other ones, and reads rows that single copies wrote with the wrong one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fkv._spec import Spec
+
+MAX_COLUMNS = 256  # of one TMA copy
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Heads and tokens of a block, and the register tile: WIDTH columns, VECTOR of them a lane."""
+
+    block_t: int
+    block_h: int
+    width: int
+    vector: int
+    num_slots: int
+    gather: bool  # the kernel gathers the table's rows; else XLA has done it, a row a token
+
+    @property
+    def layout(self) -> Any:
+        rows = 32 * self.vector // self.width  # of a warp
+        return plgpu.Layout.TILED(
+            plgpu.Tiling(((4 * rows, self.width), (rows, self.width), (self.vector,))),
+            warp_dims=(-5,),
+            lane_dims=(-3, -2),
+            vector_dim=-1,
+        )
+
+
+def materialize_kernel(spec: Spec, tiles: Tiles, table_dtype: Any, interpret: Any) -> Any:
+    """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v)."""
+    block_t, num_slots = tiles.block_t, min(tiles.num_slots, tiles.block_h)
+    head_dim, rotary_dim, dtype = spec.head_dim, spec.rotary_dim, jnp.dtype(spec.dtype)
+    half = rotary_dim // 2
+    # Columns in pieces that the TMA can copy: K's rotary halves and tail, and V.
+    k1_pieces = _pieces(0, half, tiles.width)
+    k2_pieces = _pieces(half, rotary_dim, tiles.width)
+    k3_pieces = _pieces(rotary_dim, head_dim, tiles.width)
+    v_pieces = _pieces(0, head_dim, in_registers=False)
+
+    def load(ref: Any, reduced: int | None = None) -> jax.Array:
+        if interpret:
+            return ref[...].astype(jnp.float32)
+        layout = tiles.layout if reduced is None else tiles.layout.reduce(reduced)
+        return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+    def broadcast(vector: jax.Array, width: int, dim: int) -> jax.Array:
+        tile = lax.broadcast_in_dim(vector, (block_t, width), (dim,))
+        return tile if interpret else plgpu.layout_cast(tile, tiles.layout)
+
+    def body(
+        kv_ref: Any,
+        weight_ref: Any,
+        eps_ref: Any,
+        table_ref: Any,
+        positions_ref: Any,
+        k_out_ref: Any,
+        v_out_ref: Any,
+        *,
+        k1_tile: Any,
+        k2_tile: Any,
+        k3_tile: Any,
+        v_tile: Any,
+        cos_tile: Any,
+        sin_tile: Any,
+        nan_tile: Any,
+        kv_barrier: Any,
+        table_barrier: Any,
+    ) -> None:
+        layer = lax.axis_index("layer")
+        token = lax.axis_index("token") * block_t
+        head = lax.axis_index("head") * tiles.block_h
+        tokens = pl.ds(token, block_t)
+        k_tiles = ((k1_tile, k1_pieces), (k2_tile, k2_pieces), (k3_tile, k3_pieces))
+
+        def fetch(h: int, slot: int) -> None:
+            for tile, pieces, kind in (*((*k, 0) for k in k_tiles), (v_tile, v_pieces, 1)):
+                for i, piece in enumerate(pieces):
+                    plgpu.copy_gmem_to_smem(
+                        kv_ref.at[tokens, layer, kind, head + h, piece],
+                        tile.at[slot, i],
+                        kv_barrier.at[slot],
+                    )
+
+        def write(tile: Any, pieces: list[Any], out_ref: Any, h: int, slot: int) -> None:
+            for i, piece in enumerate(pieces):
+                out = out_ref.at[layer, tokens, head + h, piece]
+                plgpu.copy_smem_to_gmem(tile.at[slot, i], out)
+
+        def fetch_table(source: Any, rows: Any) -> None:
+            for tile, pieces in ((cos_tile, k1_pieces), (sin_tile, k2_pieces)):
+                for i, piece in enumerate(pieces):
+                    plgpu.copy_gmem_to_smem(
+                        table_ref.at[source, piece], tile.at[i, rows], table_barrier
+                    )
+
+        def weights(pieces: list[Any]) -> list[jax.Array]:
+            rows = (load(weight_ref.at[layer, piece], reduced=0) for piece in pieces)
+            return [broadcast(row, row.shape[0], 1) for row in rows]
+
+        for slot in range(num_slots):
+            fetch(slot, slot)
+
+        @pl.loop(0, block_t)
+        def _(row: jax.Array) -> None:
+            position = positions_ref[jnp.minimum(token + row, spec.total_ctx - 1)]
+            inside = (position >= 0) & (position < spec.table_rows)
+            nan_tile[row] = jnp.where(inside, 0.0, jnp.nan)
+            if tiles.gather:  # and never read outside
+                safe = jnp.where(inside, position, 0).astype(jnp.int32)
+                fetch_table(pl.ds(safe, 1), pl.ds(row, 1))
+
+        if not tiles.gather:
+            fetch_table(tokens, slice(None))
+        plgpu.commit_smem()
+        plgpu.barrier_wait(table_barrier)
+        cos = [load(cos_tile.at[i]) for i in range(len(k1_pieces))]
+        sin = [load(sin_tile.at[i]) for i in range(len(k2_pieces))]
+        w1, w2, w3 = weights(k1_pieces), weights(k2_pieces), weights(k3_pieces)
+        nan_outside, eps = load(nan_tile, reduced=1), eps_ref[layer]
+
+        for h in range(tiles.block_h):
+            slot = h % num_slots
+            plgpu.barrier_wait(kv_barrier.at[slot])
+            write(v_tile, v_pieces, v_out_ref, h, slot)
+            k1, k2, k3 = (
+                [load(tile.at[slot, i]) for i in range(len(pieces))] for tile, pieces in k_tiles
+            )
+            squares = sum(jnp.sum(k * k, axis=1) for k in (*k1, *k2, *k3))
+            scale = lax.rsqrt(squares * (1.0 / head_dim) + eps) + nan_outside
+            for i in range(len(k1_pieces)):
+                a = k1[i] * broadcast(scale, k1[i].shape[1], 0) * w1[i]
+                b = k2[i] * broadcast(scale, k2[i].shape[1], 0) * w2[i]
+                k1_tile[slot, i] = (a * cos[i] - b * sin[i]).astype(dtype)
+                k2_tile[slot, i] = (b * cos[i] + a * sin[i]).astype(dtype)
+            for i in range(len(k3_pieces)):
+                c = k3[i] * broadcast(scale, k3[i].shape[1], 0) * w3[i]
+                k3_tile[slot, i] = c.astype(dtype)
+            plgpu.commit_smem()
+            for tile, pieces in k_tiles:
+                write(tile, pieces, k_out_ref, h, slot)
+            if h + num_slots < tiles.block_h:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                fetch(h + num_slots, slot)
+        plgpu.wait_smem_to_gmem(0)
+
+    def slots(pieces: list[Any]) -> Any:
+        size = pieces[0].size if pieces else 0
+        return plgpu.SMEM((num_slots, len(pieces), block_t, size), dtype) if pieces else None
+
+    def table(pieces: list[Any]) -> Any:
+        return plgpu.SMEM((len(pieces), block_t, pieces[0].size), table_dtype)
+
+    num_pieces = len(k1_pieces) + len(k2_pieces) + len(k3_pieces) + len(v_pieces)
+    num_table_copies = 2 * len(k1_pieces) * (block_t if tiles.gather else 1)
+    out = jax.ShapeDtypeStruct(spec.out_shape, dtype)
+    lane = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    return plgpu.kernel(
+        body,
+        out_type=(out, out),
+        scratch_types=dict(
+            k1_tile=slots(k1_pieces),
+            k2_tile=slots(k2_pieces),
+            k3_tile=slots(k3_pieces),
+            v_tile=slots(v_pieces),
+            cos_tile=table(k1_pieces),
+            sin_tile=table(k2_pieces),
+            nan_tile=plgpu.SMEM((block_t,), jnp.float32),
+            kv_barrier=plgpu.Barrier(num_arrivals=num_pieces, num_barriers=num_slots),
+            table_barrier=plgpu.Barrier(num_arrivals=num_table_copies),
+        ),
+        grid=(pl.cdiv(spec.total_ctx, block_t), spec.n_layers, spec.num_kv_heads // tiles.block_h),
+        grid_names=("token", "layer", "head"),
+        num_threads=1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=None if interpret else lane,
+    )
+
+
+def _pieces(start: int, stop: int, multiple: int = 8, in_registers: bool = True) -> list[Any]:
+    """Equal slices of [start, stop), each as wide as one TMA copy can be.
+
+    What goes through registers must not be 4 or 8 narrow register tiles wide: the rows of a warp
+    would collide in the banks of shared memory, which the compiler refuses.
+    """
+    size = stop - start
+    narrow = in_registers and multiple < 64
+    counts = [n for n in range(MAX_COLUMNS // multiple, 0, -1) if not (narrow and n % 4 == 0)]
+    width = next(n * multiple for n in counts if size % (n * multiple) == 0)
+    return [pl.ds(at, width) for at in range(start, stop, width)]

@@ -1,0 +1,133 @@
+"""Tiles, grid, launch."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fkv._errors import sentence
+from fkv._spec import FLOATS, Spec
+from fkv.pallas._kernel import Tiles, materialize_kernel
+
+try:
+    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
+except ImportError:  # jax 0.11.0 keeps it private
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+SHARED_MEMORY = 226 * 1024  # bytes of one block on Hopper and Blackwell, less the barriers'
+COPY_BYTES = 128  # a TMA copy moves a multiple of this
+
+_interpreter_lock = threading.Lock()  # the interpreter keeps its state in globals
+
+
+def run(
+    spec: Spec,
+    kv: jax.Array,
+    k_norm_weight: jax.Array,
+    eps: jax.Array,
+    cos_sin_cache: jax.Array,
+    positions: jax.Array,
+    k_out: jax.Array | None,
+    v_out: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Run on the device of the arrays; refuse first what it can't do.
+
+    k_out and v_out are donated: where jax allows it, the results are written into their memory.
+    """
+    choose_tiles(spec)
+    interpreted = is_interpreted(spec.device)
+    inputs = (kv, k_norm_weight, eps, cos_sin_cache, positions)
+    if not interpreted:
+        return _run(spec, False, inputs, k_out, v_out)
+    if isinstance(kv, jax.core.Tracer):
+        return _run(spec, True, inputs, k_out, v_out)
+    with _interpreter_lock:
+        return jax.block_until_ready(_run(spec, True, inputs, k_out, v_out))
+
+
+@functools.cache
+def choose_tiles(spec: Spec) -> Tiles:
+    """Sizes from the Spec, or NotImplementedError for a head that does not fit the registers."""
+    half, tail = spec.rotary_dim // 2, spec.head_dim - spec.rotary_dim
+    if half % 8 or tail % 8:
+        got = f"rotary_dim={spec.rotary_dim} of head_dim={spec.head_dim}"
+        expected = 'rotary_dim/2 and head_dim - rotary_dim to be multiples of 8 for backend="pallas"'
+        raise NotImplementedError(
+            sentence("rotary_dim", expected, got, 'backend="triton" takes any even rotary_dim')
+        )
+    width = next(width for width in (64, 32, 16, 8) if not (half % width or tail % width))
+    block_h = next(h for h in range(8, 0, -1) if spec.num_kv_heads % h == 0)
+    table_bytes = FLOATS[spec.layouts[3].dtype] * spec.rotary_dim
+    # 16 bytes a lane, and at least 2 lanes a row. A block that does not fit in shared memory takes
+    # narrower vectors, with which a warp covers fewer rows, and then fewer heads in flight.
+    itemsize = FLOATS[spec.dtype]
+    widest = min(16 // itemsize, width // 2)
+    for num_slots, vector in itertools.product((min(2, block_h), 1), (8, 4, 2, 1)):
+        block_t = max(16, 128 * vector // width)
+        row_bytes = 2 * num_slots * itemsize * spec.head_dim + table_bytes
+        if vector <= widest and block_t * row_bytes <= SHARED_MEMORY:
+            gather = table_bytes // 2 % COPY_BYTES == 0
+            return Tiles(block_t, block_h, width, vector, num_slots, gather)
+    expected = 'a head that fits in shared memory for backend="pallas"'
+    raise NotImplementedError(
+        sentence("head_dim", expected, str(spec.head_dim), 'backend="triton" takes it')
+    )
+
+
+@functools.cache
+def is_interpreted(device: str | None) -> bool:
+    """Interpreted where jax has no GPU; `device` is None while jax traces for its default one."""
+    default = jax.default_backend()
+    platform = default.replace("gpu", "cuda") if device is None else device.partition(":")[0]
+    if platform == "cpu" and default == "cpu":
+        return True
+    if platform == "cpu":
+        cure = "compiled, as there is a GPU: jax.device_put to it"
+        raise ValueError(
+            sentence("kv", 'an array on a GPU for backend="pallas"', f"device {device}", cure)
+        )
+    if platform == "cuda":
+        index = int(device.partition(":")[2]) if device else 0
+        gpu = next(gpu for gpu in jax.local_devices() if gpu.local_hardware_id == index)
+        if float(gpu.compute_capability) >= 9:
+            return False
+        platform = f"{gpu.device_kind}, compute capability {gpu.compute_capability}"
+    expected = 'a GPU of compute capability 9.0 (Hopper) or newer for backend="pallas"'
+    raise NotImplementedError(sentence("kv", expected, platform, 'backend="triton" takes it'))
+
+
+def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -> Any:
+    kv, weight, eps, table, positions = inputs
+    if 0 in spec.out_shape:
+        return tuple(jnp.zeros(spec.out_shape, kv.dtype) for _ in range(2))
+    tiles = choose_tiles(spec)
+    kv = kv.reshape(spec.total_ctx, spec.n_layers, 2, spec.num_kv_heads, spec.head_dim)
+    if not tiles.gather:
+        table = table[jnp.clip(positions, 0, spec.table_rows - 1)]
+    interpret = InterpretGPUParams() if interpreted else None
+    kernel = materialize_kernel(spec, tiles, table.dtype, interpret)
+    return kernel(kv, weight, eps, table, positions)
+
+
+_differentiable = jax.custom_jvp(_materialize, nondiff_argnums=(0, 1))
+
+
+@_differentiable.defjvp
+def _no_gradient(spec: Spec, interpreted: bool, primals: Any, tangents: Any) -> Any:
+    cure = "jax.lax.stop_gradient before the call"
+    raise NotImplementedError(
+        sentence("kv", "no differentiation", "jax.grad or jax.jvp", cure)
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4), keep_unused=True
+)
+def _run(spec: Spec, interpreted: bool, inputs: Any, k_out: Any, v_out: Any) -> Any:
+    """k_out and v_out are here for their memory only."""
+    return _differentiable(spec, interpreted, inputs)

@@ -1,0 +1,123 @@
+"""Tiles, grid, launch."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from fkv._errors import sentence
+from fkv._spec import Spec
+
+INTERPRETED = not torch.cuda.is_available()
+if INTERPRETED:  # Triton decides between compiler and interpreter when it is imported
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ImportError(
+            sentence(
+                "backend",
+                "triton in interpreter mode, as there is no CUDA device",
+                "triton imported as a compiler",
+                "import fkv.triton before triton, or set TRITON_INTERPRET=1",
+            )
+        )
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import triton  # noqa: E402
+
+from fkv.triton._kernel import materialize_kernel  # noqa: E402
+
+_interpreter_lock = threading.Lock()  # the interpreter keeps its state in globals
+
+
+class Tiles(NamedTuple):
+    block_t: int
+    block_h: int
+    num_warps: int
+
+
+def run(
+    spec: Spec,
+    kv: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    eps: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    positions: torch.Tensor,
+    k_out: torch.Tensor | None,
+    v_out: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch on the current stream of the tensors' device; refuse first what it can't do."""
+    tiles = choose_tiles(spec)
+    grid = choose_grid(spec, tiles)
+    k = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if k_out is None else k_out
+    v = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if v_out is None else v_out
+    if 0 in grid:
+        return k, v
+    with _interpreter_lock if INTERPRETED else _on_device(kv.device):
+        materialize_kernel[grid](
+            kv,
+            k_norm_weight,
+            eps,
+            cos_sin_cache,
+            positions,
+            k,
+            v,
+            spec.total_ctx,
+            spec.table_rows,
+            *spec.strides,
+            **constants(spec, tiles),
+            num_warps=tiles.num_warps,
+        )
+    return k, v
+
+
+def choose_tiles(spec: Spec) -> Tiles:
+    """Sizes from the Spec alone, never from total_ctx: T must not trigger a compilation."""
+    block_h = min(8, triton.next_power_of_2(spec.num_kv_heads))
+    block_half = triton.next_power_of_2(spec.rotary_dim // 2)
+    if INTERPRETED:  # an operation costs the same for any size
+        return Tiles(64, block_h, 1)
+    block_t = max(1, 1024 // (block_h * block_half))
+    return Tiles(block_t, block_h, 4)
+
+
+def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int, int, int]:
+    """(tokens, heads, layers); only the first may pass 65535."""
+    on_host = spec.device is not None and spec.device.startswith("cpu")
+    if on_host != INTERPRETED:
+        got = f"device {spec.device}"
+        cure = "compiled, as there is a GPU: move the arrays there"
+        raise ValueError(sentence("kv", 'a CUDA tensor for backend="triton"', got, cure))
+    limits = {"num_kv_heads": 65535 * tiles.block_h, "n_layers": 65535}
+    for name, limit in limits.items():
+        if getattr(spec, name) > limit:
+            expected = f'at most {limit} for backend="triton"'
+            raise NotImplementedError(
+                sentence(name, expected, str(getattr(spec, name)), 'backend="pallas" has no limit')
+            )
+    blocks_t = triton.cdiv(spec.total_ctx, tiles.block_t)
+    return blocks_t, triton.cdiv(spec.num_kv_heads, tiles.block_h), spec.n_layers
+
+
+def constants(spec: Spec, tiles: Tiles) -> dict[str, Any]:
+    """The compile-time arguments of the kernel."""
+    return dict(
+        NUM_KV_HEADS=spec.num_kv_heads,
+        HEAD_DIM=spec.head_dim,
+        ROTARY_DIM=spec.rotary_dim,
+        BLOCK_T=tiles.block_t,
+        BLOCK_H=tiles.block_h,
+        BLOCK_D=triton.next_power_of_2(spec.head_dim),
+        BLOCK_HALF=triton.next_power_of_2(spec.rotary_dim // 2),
+        BLOCK_TAIL=triton.next_power_of_2(max(1, spec.head_dim - spec.rotary_dim)),
+        ROUND_BITS=INTERPRETED and spec.dtype == "bfloat16",
+    )
+
+
+def _on_device(device: torch.device) -> Any:
+    """Triton launches on the current device, which need not be the tensors'."""
+    same = torch.cuda.current_device() == device.index
+    return nullcontext() if same else torch.cuda.device(device)
