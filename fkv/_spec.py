@@ -61,6 +61,7 @@ class Spec:
     rotary_dim: int  # R
     table_rows: int  # P
     dtype: str  # of kv, k_out and v_out
+    table_dtype: str
     positions_dtype: str
     device: str | None  # "cpu", "cuda:0"; None while jax traces
     strides: Strides
@@ -177,6 +178,7 @@ def make_spec(
         rotary_dim=rotary_dim,
         table_rows=table_rows,
         dtype=kv.dtype,
+        table_dtype=table.dtype,
         positions_dtype=positions.dtype,
         device=device,
         strides=Strides(
@@ -250,12 +252,12 @@ def _check_dtype(name: str, array: Layout, allowed: dict[str, int], hint: str = 
 
 
 def _check_last_stride(name: str, array: Layout) -> None:
-    if array.strides is not None and array.shape[-1] > 1 and array.strides[-1] != 1:
+    if _strides(array)[-1] != 1 and array.shape[-1] > 1 and 0 not in array.shape:
         raise ValueError(
             sentence(
                 name,
                 "a contiguous last dim",
-                f"stride {array.strides[-1]} there, from strides {list(array.strides)}",
+                f"stride {_strides(array)[-1]} there, from strides {list(_strides(array))}",
                 "tokens, layers and heads may be strided, a row may not",
             )
         )

@@ -46,16 +46,29 @@ class Tiles:
         )
 
 
+def pieces_of(start: int, stop: int, multiple: int = 8, in_registers: bool = True) -> list[Any]:
+    """Equal slices of [start, stop), each as wide as one TMA copy can be.
+
+    What goes through registers must not be 4 or 8 narrow register tiles wide: the rows of a warp
+    would collide in the banks of shared memory, which the compiler refuses.
+    """
+    size = stop - start
+    narrow = in_registers and multiple < 64
+    counts = [n for n in range(MAX_COLUMNS // multiple, 0, -1) if not (narrow and n % 4 == 0)]
+    width = next(n * multiple for n in counts if size % (n * multiple) == 0)
+    return [pl.ds(at, width) for at in range(start, stop, width)]
+
+
 def materialize_kernel(spec: Spec, tiles: Tiles, table_dtype: Any, interpret: Any) -> Any:
     """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v)."""
     block_t, num_slots = tiles.block_t, min(tiles.num_slots, tiles.block_h)
     head_dim, rotary_dim, dtype = spec.head_dim, spec.rotary_dim, jnp.dtype(spec.dtype)
     half = rotary_dim // 2
     # Columns in pieces that the TMA can copy: K's rotary halves and tail, and V.
-    k1_pieces = _pieces(0, half, tiles.width)
-    k2_pieces = _pieces(half, rotary_dim, tiles.width)
-    k3_pieces = _pieces(rotary_dim, head_dim, tiles.width)
-    v_pieces = _pieces(0, head_dim, in_registers=False)
+    k1_pieces = pieces_of(0, half, tiles.width)
+    k2_pieces = pieces_of(half, rotary_dim, tiles.width)
+    k3_pieces = pieces_of(rotary_dim, head_dim, tiles.width)
+    v_pieces = pieces_of(0, head_dim, in_registers=False)
 
     def load(ref: Any, reduced: int | None = None) -> jax.Array:
         if interpret:
@@ -195,16 +208,3 @@ def materialize_kernel(spec: Spec, tiles: Tiles, table_dtype: Any, interpret: An
         interpret=interpret,
         compiler_params=None if interpret else lane,
     )
-
-
-def _pieces(start: int, stop: int, multiple: int = 8, in_registers: bool = True) -> list[Any]:
-    """Equal slices of [start, stop), each as wide as one TMA copy can be.
-
-    What goes through registers must not be 4 or 8 narrow register tiles wide: the rows of a warp
-    would collide in the banks of shared memory, which the compiler refuses.
-    """
-    size = stop - start
-    narrow = in_registers and multiple < 64
-    counts = [n for n in range(MAX_COLUMNS // multiple, 0, -1) if not (narrow and n % 4 == 0)]
-    width = next(n * multiple for n in counts if size % (n * multiple) == 0)
-    return [pl.ds(at, width) for at in range(start, stop, width)]

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 
 from fkv._errors import sentence
 from fkv._spec import FLOATS, Spec
-from fkv.pallas._kernel import Tiles, materialize_kernel
+from fkv.pallas._kernel import Tiles, materialize_kernel, pieces_of
 
 try:
     from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
 except ImportError:  # jax 0.11.0 keeps it private
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-SHARED_MEMORY = 226 * 1024  # bytes of one block on Hopper and Blackwell, less the barriers'
+SHARED_MEMORY = 222 * 1024  # bytes of one block on Hopper and Blackwell, less 5 KiB for the rest
 COPY_BYTES = 128  # a TMA copy moves a multiple of this
 
 _interpreter_lock = threading.Lock()  # the interpreter keeps its state in globals
@@ -56,22 +56,23 @@ def choose_tiles(spec: Spec) -> Tiles:
     half, tail = spec.rotary_dim // 2, spec.head_dim - spec.rotary_dim
     if half % 8 or tail % 8:
         got = f"rotary_dim={spec.rotary_dim} of head_dim={spec.head_dim}"
-        expected = 'rotary_dim/2 and head_dim - rotary_dim to be multiples of 8 for backend="pallas"'
+        expected = (
+            'rotary_dim/2 and head_dim - rotary_dim to be multiples of 8 for backend="pallas"'
+        )
         raise NotImplementedError(
             sentence("rotary_dim", expected, got, 'backend="triton" takes any even rotary_dim')
         )
     width = next(width for width in (64, 32, 16, 8) if not (half % width or tail % width))
     block_h = next(h for h in range(8, 0, -1) if spec.num_kv_heads % h == 0)
-    table_bytes = FLOATS[spec.layouts[3].dtype] * spec.rotary_dim
+    itemsize, table_itemsize = FLOATS[spec.dtype], FLOATS[spec.table_dtype]
+    gather = pieces_of(0, half, width)[0].size * table_itemsize % COPY_BYTES == 0
     # 16 bytes a lane, and at least 2 lanes a row. A block that does not fit in shared memory takes
     # narrower vectors, with which a warp covers fewer rows, and then fewer heads in flight.
-    itemsize = FLOATS[spec.dtype]
     widest = min(16 // itemsize, width // 2)
     for num_slots, vector in itertools.product((min(2, block_h), 1), (8, 4, 2, 1)):
         block_t = max(16, 128 * vector // width)
-        row_bytes = 2 * num_slots * itemsize * spec.head_dim + table_bytes
+        row_bytes = 2 * num_slots * itemsize * spec.head_dim + table_itemsize * spec.rotary_dim
         if vector <= widest and block_t * row_bytes <= SHARED_MEMORY:
-            gather = table_bytes // 2 % COPY_BYTES == 0
             return Tiles(block_t, block_h, width, vector, num_slots, gather)
     expected = 'a head that fits in shared memory for backend="pallas"'
     raise NotImplementedError(
@@ -120,14 +121,10 @@ _differentiable = jax.custom_jvp(_materialize, nondiff_argnums=(0, 1))
 @_differentiable.defjvp
 def _no_gradient(spec: Spec, interpreted: bool, primals: Any, tangents: Any) -> Any:
     cure = "jax.lax.stop_gradient before the call"
-    raise NotImplementedError(
-        sentence("kv", "no differentiation", "jax.grad or jax.jvp", cure)
-    )
+    raise NotImplementedError(sentence("kv", "no differentiation", "jax.grad or jax.jvp", cure))
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4), keep_unused=True
-)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4), keep_unused=True)
 def _run(spec: Spec, interpreted: bool, inputs: Any, k_out: Any, v_out: Any) -> Any:
     """k_out and v_out are here for their memory only."""
     return _differentiable(spec, interpreted, inputs)

@@ -119,4 +119,6 @@ def materialize_kernel(
     if ROTARY_DIM < HEAD_DIM:
         w3_offset = tail.to(tl.int64) * stride_weight_d
         w3 = tl.load(weight_row + w3_offset, mask=tail < HEAD_DIM, other=0.0).to(tl.float32)
-        _store(k_out_row + tail[None, None, :], k3 * scale * w3[None, None, :], tail_mask, ROUND_BITS)
+        _store(
+            k_out_row + tail[None, None, :], k3 * scale * w3[None, None, :], tail_mask, ROUND_BITS
+        )

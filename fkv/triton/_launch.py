@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from fkv._errors import sentence
-from fkv._spec import Spec
+from fkv._spec import FLOATS, Spec
 
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:  # Triton decides between compiler and interpreter when it is imported
@@ -56,7 +58,7 @@ def run(
     v = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if v_out is None else v_out
     if 0 in grid:
         return k, v
-    with _interpreter_lock if INTERPRETED else _on_device(kv.device):
+    with _interpreter() if INTERPRETED else _on_device(kv.device):
         materialize_kernel[grid](
             kv,
             k_norm_weight,
@@ -76,12 +78,14 @@ def run(
 
 def choose_tiles(spec: Spec) -> Tiles:
     """Sizes from the Spec alone, never from total_ctx: T must not trigger a compilation."""
-    block_h = min(8, triton.next_power_of_2(spec.num_kv_heads))
-    block_half = triton.next_power_of_2(spec.rotary_dim // 2)
+    block_d = triton.next_power_of_2(spec.head_dim)
     if INTERPRETED:  # an operation costs the same for any size
-        return Tiles(64, block_h, 1)
-    block_t = max(1, 1024 // (block_h * block_half))
-    return Tiles(block_t, block_h, 4)
+        return Tiles(64, min(8, triton.next_power_of_2(spec.num_kv_heads)), 1)
+    # One warp holds 4 KiB of K and as much of V, all heads of a token together if it can: on an H200
+    # within 5 % of the best of 60 tiles for T >= 2048 at 5 layers, 8 heads of 64, 80 and 128.
+    elements = 4096 // FLOATS[spec.dtype]
+    block_h = min(8, triton.next_power_of_2(spec.num_kv_heads), max(1, elements // block_d))
+    return Tiles(max(1, elements // (block_h * block_d)), block_h, 1)
 
 
 def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int, int, int]:
@@ -115,6 +119,13 @@ def constants(spec: Spec, tiles: Tiles) -> dict[str, Any]:
         BLOCK_TAIL=triton.next_power_of_2(max(1, spec.head_dim - spec.rotary_dim)),
         ROUND_BITS=INTERPRETED and spec.dtype == "bfloat16",
     )
+
+
+@contextmanager
+def _interpreter() -> Iterator[None]:
+    """One thread at a time, and as quiet as a GPU about infinities."""
+    with _interpreter_lock, np.errstate(all="ignore"):
+        yield
 
 
 def _on_device(device: torch.device) -> Any:
