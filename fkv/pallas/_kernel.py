@@ -59,7 +59,7 @@ def pieces_of(start: int, stop: int, multiple: int = 8, in_registers: bool = Tru
     return [pl.ds(at, width) for at in range(start, stop, width)]
 
 
-def materialize_kernel(spec: Spec, tiles: Tiles, table_dtype: Any, interpret: Any) -> Any:
+def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int, int, int], interpret: Any) -> Any:
     """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v)."""
     block_t, num_slots = tiles.block_t, min(tiles.num_slots, tiles.block_h)
     head_dim, rotary_dim, dtype = spec.head_dim, spec.rotary_dim, jnp.dtype(spec.dtype)
@@ -181,7 +181,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, table_dtype: Any, interpret: An
         return plgpu.SMEM((num_slots, len(pieces), block_t, size), dtype) if pieces else None
 
     def table(pieces: list[Any]) -> Any:
-        return plgpu.SMEM((len(pieces), block_t, pieces[0].size), table_dtype)
+        return plgpu.SMEM((len(pieces), block_t, pieces[0].size), jnp.dtype(spec.table_dtype))
 
     num_pieces = len(k1_pieces) + len(k2_pieces) + len(k3_pieces) + len(v_pieces)
     num_table_copies = 2 * len(k1_pieces) * (block_t if tiles.gather else 1)
@@ -201,7 +201,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, table_dtype: Any, interpret: An
             kv_barrier=plgpu.Barrier(num_arrivals=num_pieces, num_barriers=num_slots),
             table_barrier=plgpu.Barrier(num_arrivals=num_table_copies),
         ),
-        grid=(pl.cdiv(spec.total_ctx, block_t), spec.n_layers, spec.num_kv_heads // tiles.block_h),
+        grid=grid,
         grid_names=("token", "layer", "head"),
         num_threads=1,
         thread_name="warpgroup",

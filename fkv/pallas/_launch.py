@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 
 from fkv._errors import sentence
 from fkv._spec import FLOATS, Spec
@@ -39,8 +40,8 @@ def run(
 
     k_out and v_out are donated: where jax allows it, the results are written into their memory.
     """
-    choose_tiles(spec)
     interpreted = is_interpreted(spec.device)
+    choose_tiles(spec)
     inputs = (kv, k_norm_weight, eps, cos_sin_cache, positions)
     if not interpreted:
         return _run(spec, False, inputs, k_out, v_out)
@@ -48,6 +49,28 @@ def run(
         return _run(spec, True, inputs, k_out, v_out)
     with _interpreter_lock:
         return jax.block_until_ready(_run(spec, True, inputs, k_out, v_out))
+
+
+@functools.cache
+def is_interpreted(device: str | None) -> bool:
+    """Interpreted where jax has no GPU; `device` is None while jax traces for its default one."""
+    default = jax.default_backend()
+    platform = default.replace("gpu", "cuda") if device is None else device.partition(":")[0]
+    if platform == "cpu" and default == "cpu":
+        return True
+    if platform == "cpu":
+        cure = "compiled, as there is a GPU: jax.device_put to it"
+        raise ValueError(
+            sentence("kv", 'an array on a GPU for backend="pallas"', f"device {device}", cure)
+        )
+    if platform == "cuda":
+        index = int(device.partition(":")[2]) if device else 0
+        gpu = next(gpu for gpu in jax.local_devices() if gpu.local_hardware_id == index)
+        if float(gpu.compute_capability) >= 9:
+            return False
+        platform = f"{gpu.device_kind}, compute capability {gpu.compute_capability}"
+    expected = 'a GPU of compute capability 9.0 (Hopper) or newer for backend="pallas"'
+    raise NotImplementedError(sentence("kv", expected, platform, 'backend="triton" takes it'))
 
 
 @functools.cache
@@ -80,26 +103,10 @@ def choose_tiles(spec: Spec) -> Tiles:
     )
 
 
-@functools.cache
-def is_interpreted(device: str | None) -> bool:
-    """Interpreted where jax has no GPU; `device` is None while jax traces for its default one."""
-    default = jax.default_backend()
-    platform = default.replace("gpu", "cuda") if device is None else device.partition(":")[0]
-    if platform == "cpu" and default == "cpu":
-        return True
-    if platform == "cpu":
-        cure = "compiled, as there is a GPU: jax.device_put to it"
-        raise ValueError(
-            sentence("kv", 'an array on a GPU for backend="pallas"', f"device {device}", cure)
-        )
-    if platform == "cuda":
-        index = int(device.partition(":")[2]) if device else 0
-        gpu = next(gpu for gpu in jax.local_devices() if gpu.local_hardware_id == index)
-        if float(gpu.compute_capability) >= 9:
-            return False
-        platform = f"{gpu.device_kind}, compute capability {gpu.compute_capability}"
-    expected = 'a GPU of compute capability 9.0 (Hopper) or newer for backend="pallas"'
-    raise NotImplementedError(sentence("kv", expected, platform, 'backend="triton" takes it'))
+def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int, int, int]:
+    """(tokens, layers, heads) in blocks."""
+    blocks_t = pl.cdiv(spec.total_ctx, tiles.block_t)
+    return blocks_t, spec.n_layers, spec.num_kv_heads // tiles.block_h
 
 
 def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -> Any:
@@ -111,7 +118,7 @@ def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -
     if not tiles.gather:
         table = table[jnp.clip(positions, 0, spec.table_rows - 1)]
     interpret = InterpretGPUParams() if interpreted else None
-    kernel = materialize_kernel(spec, tiles, table.dtype, interpret)
+    kernel = materialize_kernel(spec, tiles, choose_grid(spec, tiles), interpret)
     return kernel(kv, weight, eps, table, positions)
 
 

@@ -57,9 +57,9 @@ def materialize_kernel(
     ROUND_BITS: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
-    layer = tl.program_id(2).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = tl.program_id(2).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
     pair = tl.arange(0, BLOCK_HALF)
     tail = ROTARY_DIM + tl.arange(0, BLOCK_TAIL)

@@ -52,13 +52,14 @@ def run(
     v_out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch on the current stream of the tensors' device; refuse first what it can't do."""
-    tiles = choose_tiles(spec)
+    interpreted = is_interpreted(spec.device)
+    tiles = choose_tiles(spec, interpreted)
     grid = choose_grid(spec, tiles)
     k = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if k_out is None else k_out
     v = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if v_out is None else v_out
     if 0 in grid:
         return k, v
-    with _interpreter() if INTERPRETED else _on_device(kv.device):
+    with _interpreter() if interpreted else _on_device(kv.device):
         materialize_kernel[grid](
             kv,
             k_norm_weight,
@@ -70,16 +71,24 @@ def run(
             spec.total_ctx,
             spec.table_rows,
             *spec.strides,
-            **constants(spec, tiles),
+            **constants(spec, tiles, interpreted),
             num_warps=tiles.num_warps,
         )
     return k, v
 
 
-def choose_tiles(spec: Spec) -> Tiles:
+def is_interpreted(device: str | None) -> bool:
+    """Interpreted where torch has no GPU; then and only then the tensors are on the CPU."""
+    if (device is None or not device.startswith("cpu")) == INTERPRETED:
+        got, cure = f"device {device}", "compiled, as there is a GPU: kv.cuda(), and all the others"
+        raise ValueError(sentence("kv", 'a CUDA tensor for backend="triton"', got, cure))
+    return INTERPRETED
+
+
+def choose_tiles(spec: Spec, interpreted: bool) -> Tiles:
     """Sizes from the Spec alone, never from total_ctx: T must not trigger a compilation."""
     block_d = triton.next_power_of_2(spec.head_dim)
-    if INTERPRETED:  # an operation costs the same for any size
+    if interpreted:  # an operation costs the same for any size
         return Tiles(64, min(8, triton.next_power_of_2(spec.num_kv_heads)), 1)
     # One warp holds 4 KiB of K and as much of V, all heads of a token together if it can: on an H200
     # within 5 % of the best of 60 tiles for T >= 2048 at 5 layers, 8 heads of 64, 80 and 128.
@@ -89,24 +98,17 @@ def choose_tiles(spec: Spec) -> Tiles:
 
 
 def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int, int, int]:
-    """(tokens, heads, layers); only the first may pass 65535."""
-    on_host = spec.device is not None and spec.device.startswith("cpu")
-    if on_host != INTERPRETED:
-        got = f"device {spec.device}"
-        cure = "compiled, as there is a GPU: move the arrays there"
-        raise ValueError(sentence("kv", 'a CUDA tensor for backend="triton"', got, cure))
-    limits = {"num_kv_heads": 65535 * tiles.block_h, "n_layers": 65535}
-    for name, limit in limits.items():
-        if getattr(spec, name) > limit:
-            expected = f'at most {limit} for backend="triton"'
-            raise NotImplementedError(
-                sentence(name, expected, str(getattr(spec, name)), 'backend="pallas" has no limit')
-            )
-    blocks_t = triton.cdiv(spec.total_ctx, tiles.block_t)
-    return blocks_t, triton.cdiv(spec.num_kv_heads, tiles.block_h), spec.n_layers
+    """(tokens, layers, heads) in blocks; only the first may pass 65535."""
+    blocks_h = triton.cdiv(spec.num_kv_heads, tiles.block_h)
+    for name, blocks in (("n_layers", spec.n_layers), ("num_kv_heads", blocks_h)):
+        if blocks > 65535:
+            expected = 'a grid of at most 65535 blocks for backend="triton"'
+            got = f"{blocks} for {name}={getattr(spec, name)}"
+            raise NotImplementedError(sentence(name, expected, got, 'as backend="pallas" does'))
+    return triton.cdiv(spec.total_ctx, tiles.block_t), spec.n_layers, blocks_h
 
 
-def constants(spec: Spec, tiles: Tiles) -> dict[str, Any]:
+def constants(spec: Spec, tiles: Tiles, interpreted: bool) -> dict[str, Any]:
     """The compile-time arguments of the kernel."""
     return dict(
         NUM_KV_HEADS=spec.num_kv_heads,
@@ -117,7 +119,7 @@ def constants(spec: Spec, tiles: Tiles) -> dict[str, Any]:
         BLOCK_D=triton.next_power_of_2(spec.head_dim),
         BLOCK_HALF=triton.next_power_of_2(spec.rotary_dim // 2),
         BLOCK_TAIL=triton.next_power_of_2(max(1, spec.head_dim - spec.rotary_dim)),
-        ROUND_BITS=INTERPRETED and spec.dtype == "bfloat16",
+        ROUND_BITS=interpreted and spec.dtype == "bfloat16",
     )
 
 

@@ -1,0 +1,241 @@
+"""Proof that the suite can fail: each kernel with one fault planted in it is rejected.
+
+A fault is an edit of the kernel's own source. The edited module stands in for the real one, runs
+like it (compiled or interpreted), and must not pass the assertion that the real one passes.
+"""
+
+import importlib
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+from cases import Case, assert_right, nan_outputs, to_framework
+
+from conftest import BACKENDS
+
+# name -> backend -> (old, new), ...; each `old` stands in the source once.
+FAULTS = {
+    "cos_and_sin_swapped": {
+        "triton": [("k1 * cos - k2 * sin", "k1 * sin - k2 * cos")],
+        "pallas": [("a * cos[i] - b * sin[i]", "a * sin[i] - b * cos[i]")],
+    },
+    "rotated_backwards": {
+        "triton": [
+            ("k1 * cos - k2 * sin", "k1 * cos + k2 * sin"),
+            ("k2 * cos + k1 * sin", "k2 * cos - k1 * sin"),
+        ],
+        "pallas": [
+            ("a * cos[i] - b * sin[i]", "a * cos[i] + b * sin[i]"),
+            ("b * cos[i] + a * sin[i]", "b * cos[i] - a * sin[i]"),
+        ],
+    },
+    "second_half_not_rotated": {
+        "triton": [("k2 * cos + k1 * sin", "k2 + 0 * cos")],
+        "pallas": [("(b * cos[i] + a * sin[i])", "b")],
+    },
+    "pairs_interleaved": {
+        "triton": [
+            ("k_row + pair[None, None, :]", "k_row + 2 * pair[None, None, :]"),
+            ("k_row + HALF + pair[None, None, :]", "k_row + 1 + 2 * pair[None, None, :]"),
+        ],
+    },
+    "sine_from_the_cosines": {
+        "triton": [("((pair.to(tl.int64) + HALF) * stride_table_r)", "(pair.to(tl.int64) * stride_table_r)")],
+        "pallas": [("(sin_tile, k2_pieces))", "(sin_tile, k1_pieces))")],
+    },
+    "position_off_by_one": {
+        "triton": [("(position.to(tl.int64) * stride_table_p)", "((position.to(tl.int64) ^ 1) * stride_table_p)")],
+        "pallas": [("safe = jnp.where(inside, position, 0)", "safe = jnp.where(inside, position ^ 1, 0)")],
+    },
+    "position_is_the_token": {
+        "triton": [("(position.to(tl.int64) * stride_table_p)", "(token * stride_table_p)")],
+        "pallas": [("safe = jnp.where(inside, position, 0)", "safe = jnp.where(inside, token + row, 0)")],
+    },
+    "position_outside_reads_row_0": {
+        "triton": [
+            ("scale = tl.where(inside[:, None], scale, float(\"nan\"))[:, :, None]", "scale = scale[:, :, None]"),
+        ],
+        "pallas": [("jnp.where(inside, 0.0, jnp.nan)", "jnp.where(inside, 0.0, 0.0)")],
+    },
+    "table_rows_not_looked_at": {
+        "triton": [("inside = (position >= 0) & (position < table_rows)", "inside = position >= 0\n    position = tl.minimum(position, table_rows - 1)")],
+        "pallas": [
+            ("inside = (position >= 0) & (position < spec.table_rows)", "inside = position >= 0"),
+            ("safe = jnp.where(inside, position, 0)", "safe = (position * 0)"),
+        ],
+    },
+    "weight_of_layer_0": {
+        "triton": [("k_norm_weight_ptr + layer * stride_weight_l", "k_norm_weight_ptr")],
+        "pallas": [("weight_ref.at[layer, piece]", "weight_ref.at[0, piece]")],
+    },
+    "weight_forgotten": {
+        "triton": [("k1 * scale * w1[None, None, :]", "k1 * scale")],
+        "pallas": [("broadcast(scale, k1[i].shape[1], 0) * w1[i]", "broadcast(scale, k1[i].shape[1], 0)")],
+    },
+    "weight_halves_swapped": {
+        "triton": [
+            ("k1 * scale * w1[None, None, :]", "k1 * scale * w2[None, None, :]"),
+            ("k2 * scale * w2[None, None, :]", "k2 * scale * w1[None, None, :]"),
+        ],
+        "pallas": [("w1, w2, w3 = ", "w2, w1, w3 = ")],
+    },
+    "tail_not_weighted": {
+        "triton": [("k3 * scale * w3[None, None, :]", "k3 * scale")],
+        "pallas": [("broadcast(scale, k3[i].shape[1], 0) * w3[i]", "broadcast(scale, k3[i].shape[1], 0)")],
+    },
+    "tail_not_in_the_mean": {
+        "triton": [("squares += tl.sum(k3 * k3, axis=2)", "squares += 0.0")],
+        "pallas": [("for k in (*k1, *k2, *k3)", "for k in (*k1, *k2)")],
+    },
+    "eps_forgotten": {
+        "triton": [("(1.0 / HEAD_DIM) + eps)", "(1.0 / HEAD_DIM))")],
+        "pallas": [("(1.0 / head_dim) + eps)", "(1.0 / head_dim))")],
+    },
+    "eps_of_layer_0": {
+        "triton": [("eps_ptr + layer * stride_eps_l", "eps_ptr")],
+        "pallas": [("eps_ref[layer]", "eps_ref[0]")],
+    },
+    "sum_for_mean": {
+        "triton": [("squares * (1.0 / HEAD_DIM)", "squares")],
+        "pallas": [("squares * (1.0 / head_dim)", "squares")],
+    },
+    "mean_over_rotary_dim": {
+        "triton": [("1.0 / HEAD_DIM", "1.0 / ROTARY_DIM")],
+        "pallas": [("1.0 / head_dim", "1.0 / rotary_dim")],
+    },
+    "kv_of_layer_0": {
+        "triton": [("[:, None, None] + layer * stride_kv_l", "[:, None, None]")],
+        "pallas": [("kv_ref.at[tokens, layer, kind", "kv_ref.at[tokens, 0, kind")],
+    },
+    "last_head_dropped": {
+        "triton": [("(head < NUM_KV_HEADS)", "(head < NUM_KV_HEADS - 1)")],
+        "pallas": [("for h in range(tiles.block_h):", "for h in range(tiles.block_h - 1):")],
+    },
+    "last_token_dropped": {
+        "triton": [("token_mask = token < total_ctx", "token_mask = token < total_ctx - 1")],
+        "pallas": [("grid=grid", "grid=(grid[0] - 1, *grid[1:])")],
+    },
+    "v_is_k": {
+        "triton": [("v_row = k_row + NUM_KV_HEADS * HEAD_DIM", "v_row = k_row")],
+        "pallas": [("(v_tile, v_pieces, 1)", "(v_tile, v_pieces, 0)")],
+    },
+    "v_from_the_next_head": {
+        "triton": [("v_row = k_row + NUM_KV_HEADS * HEAD_DIM", "v_row = k_row + (NUM_KV_HEADS - 1) * HEAD_DIM")],
+        "pallas": [("write(v_tile, v_pieces, v_out_ref, h, slot)", "write(v_tile, v_pieces, v_out_ref, (h + 1) % tiles.block_h, slot)")],
+    },
+    "v_through_half_precision": {
+        "triton": [("v, mask=dim_mask)", "v.to(tl.float32).to(tl.float16).to(v.dtype), mask=dim_mask)")],
+    },
+    "rounded_before_rope": {
+        "triton": [("k1 = k1 * scale * w1[None, None, :]", "k1 = (k1 * scale * w1[None, None, :]).to(tl.bfloat16).to(tl.float32)")],
+        "pallas": [("* w1[i]\n", "* w1[i]\n                a = a.astype(dtype).astype(jnp.float32)\n")],
+    },
+    "truncating_store": {
+        "triton": [
+            ("(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "bits >> 16"),  # interpreted
+            ("value.to(pointer.dtype.element_ty)", "(value.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True).to(pointer.dtype.element_ty)"),
+        ],
+        "pallas": [("(a * cos[i] - b * sin[i])", "((a * cos[i] - b * sin[i]) * (1 - 2.0**-9))")],
+    },
+}  # fmt: skip
+
+# Partial rotary, two layers that differ in every side, ragged tiles, and rows small beside eps.
+PROBLEM = Case(T=37, L=2, H=4, D=128, R=64, P=40, scale=1e-3, eps=(1e-6, 1e-5))
+
+
+def problem_with_outside_positions():
+    problem = PROBLEM.make("bfloat16")
+    problem["positions"][[3, 20]] = (-1, PROBLEM.P)
+    return problem
+
+
+def run(backend, problem):
+    """The backend's own run, below the checks of values, which would refuse on the host."""
+    from fkv._frameworks import FRAMEWORKS, layouts_of
+    from fkv._spec import make_spec
+
+    home = next(f for f in FRAMEWORKS if f.name == BACKENDS[backend])
+    outputs = {"k_out": None, "v_out": None} | nan_outputs(problem, home.name)
+    arrays = [to_framework(array, home.name) for array in problem.values()] + [*outputs.values()]
+    spec = make_spec(home.name, layouts_of(arrays, home), None, None, None)
+    return importlib.import_module(f"fkv.{backend}").run(spec, *arrays)
+
+
+def plant(backend, edits, folder, monkeypatch):
+    """Put an edited copy of the backend's kernel in the place of its kernel."""
+    launch = importlib.import_module(f"fkv.{backend}._launch")
+    kernel = importlib.import_module(f"fkv.{backend}._kernel")
+    with open(kernel.__file__) as file:
+        source = file.read()
+    for old, new in edits:
+        assert source.count(old) == 1, f"the kernel has changed: {source.count(old)} times {old!r}"
+        source = source.replace(old, new)
+    path = folder / f"wrong_{backend}_kernel.py"
+    path.write_text(source)
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    module_spec.loader.exec_module(module)
+    monkeypatch.setattr(launch, "materialize_kernel", module.materialize_kernel)
+    forget_traces(backend)
+
+
+def forget_traces(backend):
+    """jax keeps what it traced, with the kernel in it."""
+    if backend == "pallas":
+        importlib.import_module("fkv.pallas._launch")._run.clear_cache()
+
+
+@pytest.fixture(autouse=True)
+def _no_traces_left(request):
+    yield
+    if "jax" in request.config.installed:
+        forget_traces("pallas")
+
+
+def pytest_generate_tests(metafunc):
+    if "fault" in metafunc.fixturenames:
+        edits = [
+            (fault, on)
+            for fault, kernels in FAULTS.items()
+            for on in kernels
+            if BACKENDS[on] in metafunc.config.installed
+        ]
+        metafunc.parametrize(("fault", "on"), edits)
+
+
+def test_unedited_kernel_passes(backend, tmp_path, monkeypatch):
+    plant(backend, [], tmp_path, monkeypatch)
+    problem = problem_with_outside_positions()
+    assert_right(problem, *run(backend, problem))
+
+
+def test_wrong_kernel_is_rejected(fault, on, tmp_path, monkeypatch):
+    plant(on, FAULTS[fault][on], tmp_path, monkeypatch)
+    problem = problem_with_outside_positions()
+    k, v = run(on, problem)
+    with pytest.raises(AssertionError, match="[KV] is wrong"):
+        assert_right(problem, k, v)
+
+
+def test_faults_are_many():
+    for backend in BACKENDS:
+        assert sum(backend in edits for edits in FAULTS.values()) >= 15
+
+
+def test_assertion_rejects_what_is_nearly_right():
+    """One element of K a unit in the last place off its nearest value; one bit of V."""
+    import fkv.reference
+    from cases import DTYPES
+
+    problem = Case(T=3, D=16).make("bfloat16")
+    exact, v = fkv.reference.materialize(**problem)
+    nearest = exact.astype(DTYPES["bfloat16"])
+    assert_right(problem, nearest, v)
+    for array, message in ((nearest, "K is wrong"), (v, "V is wrong")):
+        spoilt = array.copy()
+        spoilt.view(np.uint16)[1, 2, 0, 5] += 1 if array is v else 2
+        pair = (spoilt, v) if array is nearest else (nearest, spoilt)
+        with pytest.raises(AssertionError, match=message):
+            assert_right(problem, *pair)
