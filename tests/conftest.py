@@ -25,6 +25,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "needs(*packages): the test imports them inside")
     config.frameworks = config.getoption("--frameworks").split(",")
     unknown = set(config.frameworks) - set(FRAMEWORKS)
     if unknown:
@@ -48,6 +49,15 @@ def pytest_ignore_collect(collection_path, config):
     needed = re.findall(r"^(?:import|from) (\w+)", collection_path.read_text(), re.MULTILINE)
     absent = {*FRAMEWORKS, *TOOLS} - config.installed
     return True if absent & set(needed) else None
+
+
+def pytest_collection_modifyitems(config, items):
+    absent = {*FRAMEWORKS, *TOOLS} - config.installed
+    left_out = [
+        item for item in items if any(absent & {*m.args} for m in item.iter_markers("needs"))
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_report_header(config):

@@ -114,7 +114,7 @@ FAULTS = {
     },
     "last_token_dropped": {
         "triton": [("token_mask = token < total_ctx", "token_mask = token < total_ctx - 1")],
-        "pallas": [("grid=grid", "grid=(grid[0] - 1, *grid[1:])")],
+        "pallas": [("grid=grid", "grid=(grid[0] - spec.n_layers,)")],
     },
     "v_is_k": {
         "triton": [("v_row = k_row + NUM_KV_HEADS * HEAD_DIM", "v_row = k_row")],

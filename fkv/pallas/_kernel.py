@@ -59,11 +59,11 @@ def pieces_of(start: int, stop: int, multiple: int = 8, in_registers: bool = Tru
     return [pl.ds(at, width) for at in range(start, stop, width)]
 
 
-def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int, int, int], interpret: Any) -> Any:
+def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: Any) -> Any:
     """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v)."""
     block_t, num_slots = tiles.block_t, min(tiles.num_slots, tiles.block_h)
     head_dim, rotary_dim, dtype = spec.head_dim, spec.rotary_dim, jnp.dtype(spec.dtype)
-    half = rotary_dim // 2
+    half, blocks_h = rotary_dim // 2, spec.num_kv_heads // tiles.block_h
     # Columns in pieces that the TMA can copy: K's rotary halves and tail, and V.
     k1_pieces = pieces_of(0, half, tiles.width)
     k2_pieces = pieces_of(half, rotary_dim, tiles.width)
@@ -99,9 +99,11 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int, int, int], int
         kv_barrier: Any,
         table_barrier: Any,
     ) -> None:
-        layer = lax.axis_index("layer")
-        token = lax.axis_index("token") * block_t
-        head = lax.axis_index("head") * tiles.block_h
+        # The layers of a token, and its heads, follow one another, as they do in kv.
+        block = lax.axis_index("block")
+        layer = block // blocks_h % spec.n_layers
+        token = block // (blocks_h * spec.n_layers) * block_t
+        head = block % blocks_h * tiles.block_h
         tokens = pl.ds(token, block_t)
         k_tiles = ((k1_tile, k1_pieces), (k2_tile, k2_pieces), (k3_tile, k3_pieces))
 
@@ -202,7 +204,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int, int, int], int
             table_barrier=plgpu.Barrier(num_arrivals=num_table_copies),
         ),
         grid=grid,
-        grid_names=("token", "layer", "head"),
+        grid_names=("block",),
         num_threads=1,
         thread_name="warpgroup",
         interpret=interpret,

@@ -103,10 +103,10 @@ def choose_tiles(spec: Spec) -> Tiles:
     )
 
 
-def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int, int, int]:
-    """(tokens, layers, heads) in blocks."""
-    blocks_t = pl.cdiv(spec.total_ctx, tiles.block_t)
-    return blocks_t, spec.n_layers, spec.num_kv_heads // tiles.block_h
+def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int]:
+    """One axis, as CUDA's second and third stop at 65535 blocks: layers of heads of tokens."""
+    blocks_h = spec.num_kv_heads // tiles.block_h
+    return (pl.cdiv(spec.total_ctx, tiles.block_t) * blocks_h * spec.n_layers,)
 
 
 def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -> Any:

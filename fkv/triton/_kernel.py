@@ -46,6 +46,7 @@ def materialize_kernel(
     stride_v_l,
     stride_v_t,
     stride_v_h,
+    N_LAYERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -57,9 +58,12 @@ def materialize_kernel(
     ROUND_BITS: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
-    layer = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    head = tl.program_id(2).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
+    BLOCKS_H: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    # The layers of a token, and its heads, follow one another, as they do in kv.
+    block = tl.program_id(0)
+    layer = (block // BLOCKS_H % N_LAYERS).to(tl.int64)
+    token = (block // (BLOCKS_H * N_LAYERS)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head = (block % BLOCKS_H).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
     pair = tl.arange(0, BLOCK_HALF)
     tail = ROTARY_DIM + tl.arange(0, BLOCK_TAIL)

@@ -1,0 +1,209 @@
+"""python -m fkv: are the kernels right on this machine (demo), and what runs them here (doctor)."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from enum import StrEnum
+from typing import Annotated
+
+from fkv._backends import BACKENDS
+from fkv._demo import CALLS, ROUTES, Backend, Result, host_bytes, make_problem, run_route
+from fkv._doctor import cures, diagnose, packages
+
+try:
+    import typer
+    from rich import box
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"fkv: expected typer and rich for the command line, got no module named {error.name!r}"
+        " (pip install 'fkv[cli]')"
+    ) from None
+
+Sizes = tuple[int, int, int, int, int]  # T, L, H, D, R
+MEMORY = 8  # GiB of the host, at most, for the demo
+
+# No markup: messages hold names like fkv[triton].
+console = Console(markup=False, highlight=False, emoji=False)
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+class Dtype(StrEnum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class BackendName(StrEnum):
+    triton = "triton"
+    pallas = "pallas"
+
+
+def main() -> None:
+    app()
+
+
+@app.callback()
+def prepare() -> None:
+    """The context KV cache of a speculative-decoding draft model, in one kernel."""
+    # jax takes three quarters of a GPU's memory when it starts, and torch shares the GPU with it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+@app.command()
+def demo(
+    total_ctx: Annotated[int, typer.Option(min=1, help="Tokens, T.")] = 32,
+    n_layers: Annotated[int, typer.Option(min=1, help="Draft layers, L.")] = 5,
+    num_kv_heads: Annotated[int, typer.Option(min=1, help="KV heads, H.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=2, help="Head size, D.")] = 128,
+    rotary_dim: Annotated[
+        int | None, typer.Option(help="Rotary size, R: even, from 2 to D.", show_default="head_dim")
+    ] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the projection, K and V.")] = Dtype.bfloat16,
+    backend: Annotated[
+        BackendName | None, typer.Option(help="Its two routes alone.", show_default="both")
+    ] = None,
+) -> None:
+    """Run fkv.materialize on its four routes, against the float64 reference.
+
+    The default sizes are the DFlash draft of Qwen3-8B. The exit status is 1 if a route is wrong.
+    """
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    sizes: Sizes = (total_ctx, n_layers, num_kv_heads, head_dim, rotary_dim)
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        even = f"an even number from 2 to head_dim = {head_dim}"
+        raise typer.BadParameter(f"expected {even}, got {rotary_dim}", param_hint="'--rotary-dim'")
+    memory = -(-host_bytes(*sizes) // 2**30)
+    if memory > MEMORY:
+        raise typer.BadParameter(
+            f"expected a float64 reference within {MEMORY} GiB of host memory, got about {memory}"
+            " GiB for these sizes",
+            param_hint="'--total-ctx'",
+        )
+    results = run_routes([(home, to) for home, to in ROUTES if backend in (None, to)], sizes, dtype)
+    console.print(
+        f"materialize: n_layers {n_layers}, num_kv_heads {num_kv_heads}, head_dim {head_dim}, "
+        f"rotary_dim {rotary_dim}, {dtype}",
+        style="bold",
+    )
+    console.print()
+    show_results(results, total_ctx)
+    if any(result.wrong for result in results) or not any(result.right for result in results):
+        raise typer.Exit(1)
+
+
+def run_routes(routes: list[tuple[str, Backend]], sizes: Sizes, dtype: str) -> list[Result]:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+        task = progress.add_task("float64 reference", total=1 + len(routes))
+        problem = make_problem(*sizes, dtype)
+        results = []
+        for done, (home, backend) in enumerate(routes, start=1):
+            progress.update(task, completed=done, description=f"{home} -> {backend}")
+            results.append(
+                run_route(home, backend, problem, lambda part: progress.advance(task, part))
+            )
+    return results
+
+
+def show_results(results: list[Result], total_ctx: int) -> None:
+    table = new_table("route", "device", "kernel")
+    for name in ("tokens", "K error\n/ bound", "V bit\nfor bit", "time"):
+        table.add_column(name, justify="right")
+    for result in results:
+        k_error = same_v = "-"
+        if result.worst is not None:
+            k_error = verdict(f"{result.worst:.4f}", result.worst <= 1)
+            same_v = verdict("yes" if result.same_v else "no", result.same_v)
+        row = (str(total_ctx), k_error, same_v, duration(result.seconds))
+        table.add_row(result.route, result.device, styled(result.kernel), *row)
+    show(table)
+    for note in dict.fromkeys(result.note for result in results if result.note):
+        routes = ", ".join(result.route for result in results if result.note == note)
+        console.print(f"{routes}: {note}")
+    if any(result.worst is not None for result in results):
+        legend = "K error: the worst |kernel - float64 reference| as a multiple of its bound"
+        console.print(legend, style="dim")
+    for kernel in sorted({result.kernel for result in results if result.seconds}):
+        legend = f"time: median of {CALLS[kernel]} {kernel} calls by the wall clock"
+        remark = ", no measure of a GPU" if kernel == "interpreted" else ""
+        console.print(legend + remark, style="dim")
+    wrong = [result.route for result in results if result.wrong]
+    right = sum(result.right for result in results)
+    if wrong:
+        console.print(f"Wrong or failed: {', '.join(wrong)}", style="bold red")
+    elif right:
+        console.print(f"{right} of {len(results)} routes ran, and all are right.", style="green")
+    else:
+        console.print("No route ran.", style="bold red")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what each backend does here and why, and what to install.
+
+    The exit status is 1 if no backend can be used.
+    """
+    installed = packages()
+    table = new_table("package", "version", "minimum", "for", "state")
+    for package in installed:
+        extra = f"fkv[{package.extra}]" if package.extra else ""
+        table.add_row(
+            package.name, package.version or "-", package.minimum, extra, styled(package.state)
+        )
+    show(table)
+    with console.status("asking the frameworks"):
+        found = [diagnose(backend, installed) for backend in BACKENDS.values()]
+        commands = cures(found)
+    table = new_table("backend", "arrays", "GPUs", "kernel", "why")
+    for one in found:
+        names = Counter(one.gpus or [])
+        seen = "\n".join(f"{n} x {name}" if n > 1 else name for name, n in names.items())
+        seen = seen or ("-" if one.gpus is None else "none")
+        table.add_row(one.backend.name, one.backend.framework, seen, styled(one.kernel), one.why)
+    show(table)
+    if commands:
+        table = new_table("to install", "why")
+        for command, why in commands:
+            table.add_row(command, why)
+        show(table)
+    else:
+        console.print("Nothing to install.", style="green")
+    if not any(one.usable for one in found):
+        raise typer.Exit(1)
+
+
+def new_table(*columns: str) -> Table:
+    """Narrow enough for 80 columns."""
+    return Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+
+
+def show(table: Table) -> None:
+    console.print(table)
+    console.print()
+
+
+def styled(state: str) -> Text:
+    styles = {"compiled": "green", "installed": "green", "failed": "bold red"}
+    return Text(state, style=styles.get(state, "yellow"))
+
+
+def verdict(text: str, good: bool) -> Text:
+    return Text(text, style="green" if good else "bold red")
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+if __name__ == "__main__":
+    main()
