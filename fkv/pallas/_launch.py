@@ -10,15 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fkv._errors import sentence
 from fkv._spec import FLOATS, Spec
 from fkv.pallas._kernel import Tiles, materialize_kernel, pieces_of
 
-try:
-    from jax.experimental.pallas.mosaic_gpu import InterpretGPUParams
-except ImportError:  # jax 0.11.0 keeps it private
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 SHARED_MEMORY = 222 * 1024  # bytes of one block on Hopper and Blackwell, less 5 KiB for the rest
 COPY_BYTES = 128  # a TMA copy moves a multiple of this
@@ -117,7 +114,7 @@ def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -
     kv = kv.reshape(spec.total_ctx, spec.n_layers, 2, spec.num_kv_heads, spec.head_dim)
     if not tiles.gather:
         table = table[jnp.clip(positions, 0, spec.table_rows - 1)]
-    interpret = InterpretGPUParams() if interpreted else None
+    interpret = plgpu.InterpretGPUParams() if interpreted else None
     kernel = materialize_kernel(spec, tiles, choose_grid(spec, tiles), interpret)
     return kernel(kv, weight, eps, table, positions)
 
