@@ -97,7 +97,7 @@ def make_spec(
     head_dim: int | None,
     rotary_dim: int | None,
 ) -> Spec:
-    """Check the layouts of INPUTS + OUTPUTS, each (shape, strides, dtype, device), against each other.
+    """Check the layouts of INPUTS + OUTPUTS, each (shape, strides, dtype, device), together.
 
     Raises ValueError at the first rule that is broken, in the order of the arguments.
     """
@@ -327,15 +327,14 @@ def _share_memory(spec: Spec, pointers: Sequence[int | None], *pair: int) -> boo
     for index in pair:
         array, pointer = spec.layouts[index], pointers[index]
         assert array is not None and pointer is not None
-        view = type("_View", (), {})()
-        view.__array_interface__ = {
+        interface = {
             "shape": array.shape,
             "typestr": f"|V{_itemsize(array)}",
             "data": (pointer, True),
             "strides": tuple(s * _itemsize(array) for s in _strides(array)),
             "version": 3,
         }
-        views.append(np.asarray(view))
+        views.append(np.asarray(type("View", (), {"__array_interface__": interface})()))
     try:
         return np.shares_memory(*views, max_work=100_000)
     except np.exceptions.TooHardError:

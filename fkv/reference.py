@@ -28,8 +28,9 @@ def materialize(
 ) -> tuple[np.ndarray, np.ndarray]:
     """K in float64 and V as it is, each [L, T, H, D], by the formula of :func:`fkv.materialize`.
 
-    The arguments are its arguments as NumPy arrays, already rounded to the dtypes under test (the
-    values of a bfloat16 tensor may come as float32). A position outside the table gives NaN rows.
+    The arguments are its arguments as NumPy arrays, already rounded to the dtypes under
+    test (the values of a bfloat16 tensor may come as float32). A position outside the table gives
+    NaN rows.
     """
     k, v, cos, sin, _ = _normed(kv, k_norm_weight, eps, cos_sin_cache, positions)
     half = cos.shape[-1]
@@ -46,7 +47,7 @@ def error_bound(
     positions: ArrayLike,
     dtype: str,
 ) -> np.ndarray:
-    """The largest |kernel - exact| of K that float32 arithmetic and one rounding to `dtype` explain.
+    """The largest |kernel - exact| of K that float32 and one rounding to `dtype` explain.
 
     Elementwise, [L, T, H, D]. With u = 2**-24, to first order:
 

@@ -112,7 +112,7 @@ def to_numpy(array):
 
 
 def nan_outputs(problem, framework):
-    """k_out and v_out full of NaN for torch, nothing for jax: an element that is not written shows."""
+    """k_out and v_out full of NaN, which shows what is not written; nothing for jax."""
     if framework == "jax":
         return {}
     kv, dim = problem["kv"], problem["k_norm_weight"].shape[1]

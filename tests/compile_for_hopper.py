@@ -16,10 +16,10 @@ import torch
 torch.cuda.is_available = lambda: True  # fkv.triton asks for the interpreter where there is no GPU
 
 import triton  # noqa: E402
-from cases import CASES  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from cases import CASES  # noqa: E402
 from fkv._spec import Strides, make_spec  # noqa: E402
 from fkv.triton import _launch  # noqa: E402
 from fkv.triton._kernel import materialize_kernel  # noqa: E402

@@ -103,5 +103,6 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.section("worst K error, as a multiple of the bound")
     for (framework, backend), errors in _WORST.items():
         terminalreporter.write_line(
-            f"{framework} -> {backend} ({_mode(backend)}): {max(errors):.4f} in {len(errors)} results"
+            f"{framework} -> {backend} ({_mode(backend)}): "
+            f"{max(errors):.4f} in {len(errors)} results"
         )

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import DTYPES
-from conftest import BACKENDS, ROUTES
 from typer.testing import CliRunner
 
 import fkv
+from cases import DTYPES
+from conftest import BACKENDS, ROUTES
 from fkv import _demo, _doctor
 from fkv.__main__ import app, console
 

@@ -4,9 +4,9 @@ import re
 
 import numpy as np
 import pytest
-from cases import Case, to_framework, to_numpy
 
 import fkv
+from cases import Case, to_framework, to_numpy
 from conftest import BACKENDS
 
 CASE = Case(T=4, L=2, H=2, D=16, P=8)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from cases import Case, to_framework
 from test_errors import CASE, refused
 

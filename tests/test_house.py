@@ -46,7 +46,11 @@ def imports_of(module):
 
 @pytest.mark.parametrize("module", RULES)
 def test_imports(module):
-    mine = {name.removeprefix("fkv").lstrip(".") for name in imports_of(module) if name.startswith("fkv")}
+    mine = {
+        name.removeprefix("fkv").lstrip(".")
+        for name in imports_of(module)
+        if name.startswith("fkv")
+    }
     assert mine <= RULES[module]
 
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, Case, assert_right, nan_outputs, to_framework, to_numpy
 
 import fkv
+from cases import CASES, DTYPES, Case, assert_right, nan_outputs, to_framework, to_numpy
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

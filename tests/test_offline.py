@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from cases import CASES, DTYPES
 
 TESTS = Path(__file__).parent

@@ -7,11 +7,11 @@ import re
 
 import numpy as np
 import pytest
-from cases import DTYPES, Case, assert_right, nan_outputs, to_framework, to_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fkv
+from cases import DTYPES, Case, assert_right, nan_outputs, to_framework, to_numpy
 
 INPUTS = ("kv", "k_norm_weight", "eps", "cos_sin_cache", "positions")
 SIZES = {"num_kv_heads": "H", "head_dim": "D", "rotary_dim": "R"}

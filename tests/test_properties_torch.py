@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from cases import Case, assert_right, nan_outputs, to_framework, to_numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_properties import INPUTS, cases, dtypes, on_host, pallas_geometries, refuse
 
 import fkv
+from cases import Case, assert_right, nan_outputs, to_framework, to_numpy
+from test_properties import INPUTS, cases, dtypes, on_host, pallas_geometries, refuse
 
 OUTPUTS = ("k_out", "v_out")
 SMALL = st.integers(0, 3)

@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from cases import DTYPES, to_framework, to_numpy
 from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 import fkv
+from cases import DTYPES, to_framework, to_numpy
 
 TOKENS, ROWS, HIDDEN_SIZE, NUM_KV_HEADS = 21, 512, 64, 2
 EPS = (1e-6, 1e-5, 1e-3)  # a layer each

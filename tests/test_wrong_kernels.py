@@ -10,8 +10,8 @@ import sys
 
 import numpy as np
 import pytest
-from cases import Case, assert_right, nan_outputs, to_framework
 
+from cases import Case, assert_right, nan_outputs, to_framework
 from conftest import BACKENDS
 
 # name -> backend -> (old, new), ...; each `old` stands in the source once.
@@ -215,7 +215,7 @@ def test_wrong_kernel_is_rejected(fault, on, tmp_path, monkeypatch):
     plant(on, FAULTS[fault][on], tmp_path, monkeypatch)
     problem = problem_with_outside_positions()
     k, v = run(on, problem)
-    with pytest.raises(AssertionError, match="[KV] is wrong"):
+    with pytest.raises(AssertionError, match=r"[KV] is wrong"):
         assert_right(problem, k, v)
 
 

@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -15,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fkv._errors import sentence
 from fkv._spec import FLOATS, Spec
 from fkv.pallas._kernel import Tiles, materialize_kernel, pieces_of
-
 
 SHARED_MEMORY = 222 * 1024  # bytes of one block on Hopper and Blackwell, less 5 KiB for the rest
 COPY_BYTES = 128  # a TMA copy moves a multiple of this

@@ -1,3 +1,4 @@
+# pyright: reportPossiblyUnboundVariable=false
 """Device code. A program does BLOCK_T tokens x BLOCK_H heads of one layer.
 
 The two rotary halves of K are loaded apart, so that a pair (i, i + R/2) meets in one thread.
