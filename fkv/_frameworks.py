@@ -134,7 +134,7 @@ def carry_in(arrays: Sequence[Any], spec: Spec, home: Framework, framework: str)
     """
     if home.name == framework:
         return list(arrays)
-    return _torch_to_jax(arrays, spec) if home.name == "torch" else _jax_to_torch(arrays)
+    return _torch_to_jax(arrays, spec) if home.name == "torch" else _jax_to_torch(arrays, spec)
 
 
 def carry_back(results: Sequence[Any], arrays: Sequence[Any], home: Framework) -> tuple[Any, Any]:
@@ -153,6 +153,11 @@ def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> list[Any]:
             got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
             cure = f'{name}.contiguous(), or backend="triton"'
             raise ValueError(sentence(name, 'a contiguous tensor for backend="pallas"', got, cure))
+    import jax
+
+    if spec.device != "cpu" and jax.default_backend() != "gpu":
+        expected, got = f"jax with CUDA, as `kv` is on {spec.device}", "jax without it"
+        raise ImportError(sentence("backend", expected, got, "pip install 'jax[cuda13]'"))
     inputs = [tensor.detach() for tensor in arrays[: len(INPUTS)]]
     if spec.positions_dtype == "int64":
         # jax would keep the low 32 bits. Clamped, a position outside the table stays outside.
@@ -163,14 +168,12 @@ def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> list[Any]:
         out.detach() if out is not None and lendable and out.is_contiguous() else None
         for out in arrays[len(INPUTS) :]
     ]
-    import jax
-
     return [
         None if tensor is None else jax.dlpack.from_dlpack(tensor) for tensor in inputs + outputs
     ]
 
 
-def _jax_to_torch(arrays: Sequence[Any]) -> list[Any]:
+def _jax_to_torch(arrays: Sequence[Any], spec: Spec) -> list[Any]:
     import torch
 
     for name, array in zip(NAMES, arrays, strict=True):
@@ -178,18 +181,24 @@ def _jax_to_torch(arrays: Sequence[Any]) -> list[Any]:
             cure = 'inside jax.jit use backend="pallas", or call outside of it'
             expected = 'an array with values for backend="triton"'
             raise TypeError(sentence(name, expected, "a traced jax.Array", cure))
+    if not (spec.device or "").startswith("cpu") and not torch.cuda.is_available():
+        expected, got = f"torch with CUDA, as `kv` is on {spec.device}", "torch without it"
+        raise ImportError(sentence("backend", expected, got, "pip install torch, its CUDA build"))
     return [None if array is None else torch.from_dlpack(array) for array in arrays]
 
 
 def _to_home(result: Any, given: Any, kv: Any, home: Framework) -> Any:
     if home.owns(result):
         return result
+    import torch
+
     if home.name == "jax":
         import jax
 
+        if result.is_cuda:
+            # jax frees what it lent as soon as torch lets go of it, so torch must be done with it.
+            torch.cuda.current_stream(result.device).synchronize()
         return jax.dlpack.from_dlpack(result, device=kv.device)
-    import torch
-
     tensor = torch.from_dlpack(result)
     if given is None:
         return tensor

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import (
+    reset_gpu_interpret_mode_state,  # not public yet
+)
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -45,7 +48,11 @@ def run(
     if isinstance(kv, jax.core.Tracer):
         return _run(spec, True, inputs, k_out, v_out)
     with _interpreter_lock:
-        return jax.block_until_ready(_run(spec, True, inputs, k_out, v_out))
+        try:
+            return jax.block_until_ready(_run(spec, True, inputs, k_out, v_out))
+        except BaseException:  # an interrupted kernel leaves its barriers behind
+            reset_gpu_interpret_mode_state()
+            raise
 
 
 @functools.cache
