@@ -56,6 +56,8 @@ CASES = {
     "no_layers": Case(L=0),
     "one_of_each": Case(T=1, L=1, H=1, D=16, P=1),
     "ragged_tiles": Case(T=67, L=3),
+    "one_head": Case(L=3, H=1, D=128),
+    "one_head_few_tokens": Case(T=9, L=4, H=1, D=48, R=32),
     "eleven_heads": Case(H=11, T=5, L=1),
     "sixteen_heads": Case(H=16, T=5, L=1),
     "partial_rotary": Case(H=4, D=128, R=64, T=37),

@@ -1,7 +1,7 @@
 """Device code. A block of one warpgroup does BLOCK_T tokens x BLOCK_H heads of one layer.
 
 The TMA copies each head's K and V rows from global to shared memory and back, NUM_SLOTS heads in
-flight; it clips what lies past total_ctx. V never leaves shared memory. K passes through registers,
+flight; it clips rows past total_ctx. V never leaves shared memory. K passes through registers,
 its two rotary halves and its tail apart, so that a pair (i, i + R/2) meets in one lane.
 
 Lowering semantics are Lane, in which shared memory is what this file says, plain rows: the compiler
@@ -46,7 +46,9 @@ class Tiles:
         )
 
 
-def pieces_of(start: int, stop: int, multiple: int = 8, in_registers: bool = True) -> list[Any]:
+def pieces_of(
+    start: int, stop: int, multiple: int = 8, widest: int = MAX_COLUMNS, in_registers: bool = True
+) -> list[Any]:
     """Equal slices of [start, stop), each as wide as one TMA copy can be.
 
     What goes through registers must not be 4 or 8 narrow register tiles wide: the rows of a warp
@@ -54,7 +56,8 @@ def pieces_of(start: int, stop: int, multiple: int = 8, in_registers: bool = Tru
     """
     size = stop - start
     narrow = in_registers and multiple < 64
-    counts = [n for n in range(MAX_COLUMNS // multiple, 0, -1) if not (narrow and n % 4 == 0)]
+    most = min(MAX_COLUMNS, widest) // multiple
+    counts = [n for n in range(most, 0, -1) if not (narrow and n % 4 == 0)]
     width = next(n * multiple for n in counts if size % (n * multiple) == 0)
     return [pl.ds(at, width) for at in range(start, stop, width)]
 
@@ -68,7 +71,10 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
     k1_pieces = pieces_of(0, half, tiles.width)
     k2_pieces = pieces_of(half, rotary_dim, tiles.width)
     k3_pieces = pieces_of(rotary_dim, head_dim, tiles.width)
-    v_pieces = pieces_of(0, head_dim, in_registers=False)
+    # V of one head is contiguous over tokens. Such a copy becomes a linear one, which is not clipped
+    # at total_ctx and runs into the next layer, unless it is narrower than a row.
+    widest = head_dim // 2 if spec.num_kv_heads == 1 else head_dim
+    v_pieces = pieces_of(0, head_dim, widest=widest, in_registers=False)
 
     def load(ref: Any, reduced: int | None = None) -> jax.Array:
         if interpret:
