@@ -71,7 +71,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
     k1_pieces = pieces_of(0, half, tiles.width)
     k2_pieces = pieces_of(half, rotary_dim, tiles.width)
     k3_pieces = pieces_of(rotary_dim, head_dim, tiles.width)
-    # V of one head is contiguous over tokens. Such a copy becomes a linear one, which is not clipped
+    # V of one head is contiguous over tokens. Such a copy turns linear, which is not clipped
     # at total_ctx and runs into the next layer, unless it is narrower than a row.
     widest = head_dim // 2 if spec.num_kv_heads == 1 else head_dim
     v_pieces = pieces_of(0, head_dim, widest=widest, in_registers=False)
