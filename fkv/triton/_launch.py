@@ -89,7 +89,7 @@ def choose_tiles(spec: Spec, interpreted: bool) -> Tiles:
     """Sizes from the Spec alone, never from total_ctx: T must not trigger a compilation."""
     block_d = triton.next_power_of_2(spec.head_dim)
     if interpreted:  # an operation costs the same for any size
-        return Tiles(64, min(8, triton.next_power_of_2(spec.num_kv_heads)), 1)
+        return Tiles(64, min(64, triton.next_power_of_2(spec.num_kv_heads)), 1)
     # One warp with 2 KiB of K and as much of V, two tokens or more: on an H200, of 21 tiles for 6
     # geometries, within 5 % of the best for T >= 2048 in bfloat16, with registers to spare.
     elements = 2048 // FLOATS[spec.dtype]
