@@ -16,6 +16,7 @@ from fkv._errors import sentence
 from fkv._spec import INPUTS, OUTPUTS, Spec
 
 NAMES = INPUTS + OUTPUTS
+ALIGNMENT = 256  # bytes, that Mosaic GPU wants of every buffer, and XLA gives its own
 
 
 class Torch:
@@ -153,6 +154,11 @@ def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> list[Any]:
             got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
             cure = f'{name}.contiguous(), or backend="triton"'
             raise ValueError(sentence(name, 'a contiguous tensor for backend="pallas"', got, cure))
+        converted = name == "positions" and spec.positions_dtype == "int64"
+        if not (_is_aligned(tensor) or converted):
+            expected = f'memory aligned to {ALIGNMENT} bytes for backend="pallas" on a GPU'
+            got = f"a view {tensor.data_ptr() % ALIGNMENT} bytes past that"
+            raise ValueError(sentence(name, expected, got, f'{name}.clone(), or backend="triton"'))
     import jax
 
     if spec.device != "cpu" and jax.default_backend() != "gpu":
@@ -163,14 +169,21 @@ def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> list[Any]:
         # jax would keep the low 32 bits. Clamped, a position outside the table stays outside.
         inputs[-1] = inputs[-1].clamp(-1, spec.table_rows).int()
     # On a GPU jax can write into the memory that torch lends; on the CPU it would write a copy.
-    lendable = spec.device != "cpu"
     outputs = [
-        out.detach() if out is not None and lendable and out.is_contiguous() else None
+        out.detach() if out is not None and _is_lendable(out) else None
         for out in arrays[len(INPUTS) :]
     ]
     return [
         None if tensor is None else jax.dlpack.from_dlpack(tensor) for tensor in inputs + outputs
     ]
+
+
+def _is_aligned(tensor: Any) -> bool:
+    return not tensor.is_cuda or tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _is_lendable(out: Any) -> bool:
+    return out.is_cuda and out.is_contiguous() and _is_aligned(out)
 
 
 def _jax_to_torch(arrays: Sequence[Any], spec: Spec) -> list[Any]:

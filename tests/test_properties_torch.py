@@ -12,6 +12,7 @@ from test_properties import INPUTS, cases, dtypes, on_host, pallas_geometries, r
 
 OUTPUTS = ("k_out", "v_out")
 SMALL = st.integers(0, 3)
+ON_GPU = torch.cuda.is_available()
 
 
 @st.composite
@@ -108,16 +109,19 @@ def test_any_strides_on_triton(case, dtype, data):
 @settings(deadline=None, max_examples=16)
 @given(case=cases(pallas_geometries(), T=(0, 40), L=(0, 2)), dtype=dtypes, data=st.data())
 def test_any_strides_on_pallas(case, dtype, data):
-    """Inputs must be contiguous, outputs need not."""
+    """Inputs must be contiguous, and aligned on a GPU; outputs need not."""
     memory, arguments = Memory(), {}
     strided = data.draw(st.none() | st.sampled_from(INPUTS), "strided")
     for name, array in case.make(dtype).items():
         drawn = strides(array.shape, row=name == "kv", shared=True)
         drawn = data.draw(drawn if name == strided else contiguous_strides(array.shape), name)
-        arguments[name] = memory.lay(array, array.shape, drawn, data.draw(SMALL, "offset"))
+        offset = data.draw(SMALL, "offset") if name == strided or not ON_GPU else 0
+        arguments[name] = memory.lay(array, array.shape, drawn, offset)
     problem = {name: to_numpy(view).copy() for name, view in arguments.items()}
     outputs = draw_outputs(data, memory, problem, (case.L, case.T, case.H, case.D))
-    if all(view.is_contiguous() for view in arguments.values()):
+    aligned = [view.data_ptr() % 256 == 0 or not view.is_cuda for view in arguments.values()]
+    aligned[-1] |= arguments["positions"].dtype == torch.int64  # it is converted
+    if all(view.is_contiguous() for view in arguments.values()) and all(aligned):
         check_result(memory, arguments, outputs, problem, "pallas")
     else:
         refuse(arguments | outputs | {"backend": "pallas"}, ValueError)
