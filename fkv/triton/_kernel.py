@@ -1,7 +1,11 @@
 # pyright: reportPossiblyUnboundVariable=false
 """Device code. A program does BLOCK_T tokens x BLOCK_H heads of one layer.
 
-The two rotary halves of K are loaded apart, so that a pair (i, i + R/2) meets in one thread.
+A pair (i, i + R/2) has to meet in one thread. Where all of K rotates, its two halves are loaded
+apart. Else whole rows are loaded and stored, as the parts of one are too narrow for that, and each
+element's partner is loaded beside it, from the L1 cache: a row is CHUNKS pieces of BLOCK_W, and
+whole pieces change places.
+
 All offsets are 64-bit. The integer arguments are only ever multiplied with tensors: Triton turns
 an argument that equals 1 into a constant, on which a cast would not compile.
 """
@@ -53,9 +57,9 @@ def materialize_kernel(
     ROTARY_DIM: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # powers of two that cover D, R/2 and D - R
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # a power of two that covers D
+    CHUNKS: tl.constexpr,  # of BLOCK_W elements each, that cover R/2, or D where R < D
+    BLOCK_W: tl.constexpr,
     ROUND_BITS: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
@@ -65,65 +69,67 @@ def materialize_kernel(
     layer = (block // BLOCKS_H % N_LAYERS).to(tl.int64)
     token = (block // (BLOCKS_H * N_LAYERS)).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = (block % BLOCKS_H).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
-    dim = tl.arange(0, BLOCK_D)
-    pair = tl.arange(0, BLOCK_HALF)
-    tail = ROTARY_DIM + tl.arange(0, BLOCK_TAIL)
+    # [BLOCK_T, BLOCK_H, CHUNKS, BLOCK_W]
+    chunk = tl.arange(0, CHUNKS)[:, None]
+    lane = tl.arange(0, BLOCK_W)[None, :]
+    dim = chunk * BLOCK_W + lane
+    if ROTARY_DIM == HEAD_DIM:  # the first half, and the second one as its partner
+        partner = dim + HALF
+        pair = dim
+        dim_mask = dim < HALF
+        rotary_mask = dim_mask
+    else:
+        first = chunk < HALF // BLOCK_W
+        partner = tl.where(first, chunk + HALF // BLOCK_W, chunk - HALF // BLOCK_W) * BLOCK_W + lane
+        pair = tl.where(first, chunk, chunk - HALF // BLOCK_W) * BLOCK_W + lane
+        dim_mask = dim < HEAD_DIM
+        rotary_mask = dim < ROTARY_DIM
 
-    token_mask = token < total_ctx
-    row_mask = token_mask[:, None, None] & (head < NUM_KV_HEADS)[None, :, None]
-    pair_mask = row_mask & (pair < HALF)[None, None, :]
-    tail_mask = row_mask & (tail < HEAD_DIM)[None, None, :]
-    dim_mask = row_mask & (dim < HEAD_DIM)[None, None, :]
+    position = tl.load(positions_ptr + token * stride_positions_t, mask=token < total_ctx, other=0)
+    token = token[:, None, None, None]
+    head = head[None, :, None, None]
+    row_mask = (token < total_ctx) & (head < NUM_KV_HEADS)
 
     # Everything is loaded before the first use.
-    k_row = kv_ptr + (token * stride_kv_t)[:, None, None] + layer * stride_kv_l
-    k_row += (head * HEAD_DIM)[None, :, None]
-    k1 = tl.load(k_row + pair[None, None, :], mask=pair_mask, other=0.0)
-    k2 = tl.load(k_row + HALF + pair[None, None, :], mask=pair_mask, other=0.0)
-    if ROTARY_DIM < HEAD_DIM:
-        k3 = tl.load(k_row + tail[None, None, :], mask=tail_mask, other=0.0)
-    v_row = k_row + NUM_KV_HEADS * HEAD_DIM
-    v = tl.load(v_row + dim[None, None, :], mask=dim_mask)
+    k_row = kv_ptr + token * stride_kv_t + layer * stride_kv_l + head * HEAD_DIM
+    k = tl.load(k_row + dim, mask=row_mask & dim_mask, other=0.0)
+    k_partner = tl.load(k_row + partner, mask=row_mask & rotary_mask, other=0.0)
+    v_dim = tl.arange(0, BLOCK_D)[None, :]
+    v_mask = row_mask & (v_dim < HEAD_DIM)
+    v = tl.load(k_row + NUM_KV_HEADS * HEAD_DIM + v_dim, mask=v_mask)
 
-    position = tl.load(positions_ptr + token * stride_positions_t, mask=token_mask, other=0)
     inside = (position >= 0) & (position < table_rows)  # and never read outside
-    table_row = cos_sin_cache_ptr + (position.to(tl.int64) * stride_table_p)[:, None]
-    table_mask = (token_mask & inside)[:, None] & (pair < HALF)[None, :]
-    cos_offset = (pair.to(tl.int64) * stride_table_r)[None, :]
-    sin_offset = ((pair.to(tl.int64) + HALF) * stride_table_r)[None, :]
-    cos = tl.load(table_row + cos_offset, mask=table_mask, other=0.0).to(tl.float32)[:, None, :]
-    sin = tl.load(table_row + sin_offset, mask=table_mask, other=0.0).to(tl.float32)[:, None, :]
+    table_row = cos_sin_cache_ptr + (position.to(tl.int64) * stride_table_p)[:, None, None, None]
+    table_mask = inside[:, None, None, None] & (token < total_ctx) & rotary_mask
+    cos_offset = pair.to(tl.int64) * stride_table_r
+    sin_offset = (pair.to(tl.int64) + HALF) * stride_table_r
+    cos = tl.load(table_row + cos_offset, mask=table_mask, other=1.0).to(tl.float32)
+    sin = tl.load(table_row + sin_offset, mask=table_mask, other=0.0).to(tl.float32)
 
     weight_row = k_norm_weight_ptr + layer * stride_weight_l
-    w1_offset = pair.to(tl.int64) * stride_weight_d
-    w2_offset = (pair.to(tl.int64) + HALF) * stride_weight_d
-    w1 = tl.load(weight_row + w1_offset, mask=pair < HALF, other=0.0).to(tl.float32)
-    w2 = tl.load(weight_row + w2_offset, mask=pair < HALF, other=0.0).to(tl.float32)
+    weight = tl.load(weight_row + dim.to(tl.int64) * stride_weight_d, mask=dim_mask, other=0.0)
+    partner_offset = partner.to(tl.int64) * stride_weight_d
+    partner_weight = tl.load(weight_row + partner_offset, mask=rotary_mask, other=0.0)
     eps = tl.load(eps_ptr + layer * stride_eps_l)
 
-    v_out_row = v_out_ptr + layer * stride_v_l + (token * stride_v_t)[:, None, None]
-    v_out_row += (head * stride_v_h)[None, :, None]
-    tl.store(v_out_row + dim[None, None, :], v, mask=dim_mask)
+    v_row = v_out_ptr + layer * stride_v_l + token * stride_v_t + head * stride_v_h
+    tl.store(v_row + v_dim, v, mask=v_mask)
 
-    k1 = k1.to(tl.float32)
-    k2 = k2.to(tl.float32)
-    squares = tl.sum(k1 * k1 + k2 * k2, axis=2)
-    if ROTARY_DIM < HEAD_DIM:
-        k3 = k3.to(tl.float32)
-        squares += tl.sum(k3 * k3, axis=2)
+    k = k.to(tl.float32)
+    k_partner = k_partner.to(tl.float32)
+    squares = k * k
+    if ROTARY_DIM == HEAD_DIM:
+        squares += k_partner * k_partner
+    squares = tl.sum(tl.sum(squares, axis=3), axis=2)
     scale = tl.rsqrt(squares * (1.0 / HEAD_DIM) + eps)
-    scale = tl.where(inside[:, None], scale, float("nan"))[:, :, None]
+    scale = tl.where(inside[:, None], scale, float("nan"))[:, :, None, None]
 
-    k1 = k1 * scale * w1[None, None, :]
-    k2 = k2 * scale * w2[None, None, :]
-    k_out_row = k_out_ptr + layer * stride_k_l + (token * stride_k_t)[:, None, None]
-    k_out_row += (head * stride_k_h)[None, :, None]
-    k_out_pair = k_out_row + pair[None, None, :]
-    _store(k_out_pair, k1 * cos - k2 * sin, pair_mask, ROUND_BITS)
-    _store(k_out_pair + HALF, k2 * cos + k1 * sin, pair_mask, ROUND_BITS)
-    if ROTARY_DIM < HEAD_DIM:
-        w3_offset = tail.to(tl.int64) * stride_weight_d
-        w3 = tl.load(weight_row + w3_offset, mask=tail < HEAD_DIM, other=0.0).to(tl.float32)
-        _store(
-            k_out_row + tail[None, None, :], k3 * scale * w3[None, None, :], tail_mask, ROUND_BITS
-        )
+    k = k * scale * weight.to(tl.float32)
+    k_partner = k_partner * scale * partner_weight.to(tl.float32)
+    k_row = k_out_ptr + layer * stride_k_l + token * stride_k_t + head * stride_k_h
+    if ROTARY_DIM == HEAD_DIM:
+        _store(k_row + dim, k * cos - k_partner * sin, row_mask & dim_mask, ROUND_BITS)
+        _store(k_row + partner, k_partner * cos + k * sin, row_mask & dim_mask, ROUND_BITS)
+    else:
+        sin = tl.where(first, -sin, sin)
+        _store(k_row + dim, k * cos + k_partner * sin, row_mask & dim_mask, ROUND_BITS)
