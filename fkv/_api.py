@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fkv._backends import choose, load
-from fkv._frameworks import carry_back, carry_in, framework_of, layouts_of, pointers_of
+from fkv._frameworks import carry_back, carry_in, framework_of
 from fkv._spec import as_sizes, check_overlap, check_values, make_spec
 
 
@@ -70,9 +70,9 @@ def materialize(
     arrays = (kv, k_norm_weight, eps, cos_sin_cache, positions, k_out, v_out)
     home = framework_of(arrays)
     chosen = choose(home.name, backend)
-    sizes = as_sizes(num_kv_heads=num_kv_heads, head_dim=head_dim, rotary_dim=rotary_dim)
-    spec = make_spec(home.name, layouts_of(arrays, home), *sizes)
-    check_overlap(spec, pointers_of(arrays, home))
-    check_values(spec, home.values(eps), home.values(positions))
+    sizes = as_sizes(num_kv_heads, head_dim, rotary_dim)
+    spec = make_spec(home.name, home.layouts(arrays), *sizes)
+    check_overlap(spec, home.pointers(arrays))
+    check_values(spec, *home.values(spec, eps, positions))
     results = load(chosen).run(spec, *carry_in(arrays, spec, home, chosen.framework))
     return carry_back(results, arrays, home)

@@ -23,10 +23,13 @@ BACKENDS = {
 }
 
 
+NATIVE = {row.framework: row for row in BACKENDS.values()}
+
+
 def choose(framework: str, backend: str | None) -> Backend:
     """The backend of that name, or with None the one that is native to `framework`."""
     if backend is None:
-        return next(row for row in BACKENDS.values() if row.framework == framework)
+        return NATIVE[framework]
     if not isinstance(backend, str) or backend not in BACKENDS:
         names = " or ".join(f'"{name}"' for name in BACKENDS)
         error = ValueError if isinstance(backend, str) else TypeError

@@ -50,9 +50,13 @@ class Strides(NamedTuple):
     v_h: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Spec:
-    """One problem, checked: what a backend needs to know besides the arrays."""
+    """One problem, checked: what a backend needs to know besides the arrays.
+
+    make_spec makes one for each combination of layouts, so it is compared and hashed by identity:
+    what a backend keeps for it is one look-up away.
+    """
 
     total_ctx: int  # T
     n_layers: int  # L
@@ -73,17 +77,19 @@ class Spec:
         return (self.n_layers, self.total_ctx, self.num_kv_heads, self.head_dim)
 
 
-def as_sizes(**sizes: Any) -> tuple[int | None, ...]:
+def as_sizes(num_kv_heads: Any, head_dim: Any, rotary_dim: Any) -> tuple[int | None, ...]:
     """The sizes as Python ints. Whatever has __index__ is an integer; a bool or a float is not."""
-    return tuple(_as_size(name, value) for name, value in sizes.items())
+    sizes = (num_kv_heads, head_dim, rotary_dim)
+    if {*map(type, sizes)} <= {int, type(None)}:
+        return sizes
+    return tuple(map(_as_size, ("num_kv_heads", "head_dim", "rotary_dim"), sizes))
 
 
 def _as_size(name: str, value: Any) -> int | None:
-    if value is None or type(value) is int:
-        return value
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)
+        if not is_bool:  # which has __index__ too
+            return None if value is None else operator.index(value)
     except TypeError:
         pass
     raise TypeError(sentence(name, "an integer or None", f"{type(value).__name__} {value!r}"))
@@ -102,7 +108,9 @@ def make_spec(
     Raises ValueError at the first rule that is broken, in the order of the arguments.
     """
     kv, weight, eps, table, positions, k_out, v_out = named = tuple(
-        None if raw is None else Layout(raw[0], raw[1], str(raw[2]).removeprefix("torch."), raw[3])
+        None
+        if raw is None
+        else Layout(raw[0], raw[1], str(raw[2]).removeprefix("torch."), raw[3] and str(raw[3]))
         for raw in layouts
     )
     assert kv and weight and eps and table and positions  # the front-end refuses None
@@ -195,7 +203,8 @@ def make_spec(
     )
 
 
-def check_overlap(spec: Spec, pointers: Sequence[int | None]) -> None:
+@functools.lru_cache(maxsize=4096)
+def check_overlap(spec: Spec, pointers: tuple[int | None, ...]) -> None:
     """Refuse outputs that share memory with each other or with an input.
 
     `pointers` are the addresses of INPUTS + OUTPUTS, None for an output that is not given.
@@ -233,6 +242,12 @@ def check_values(spec: Spec, eps: np.ndarray | None, positions: np.ndarray | Non
     if eps is not None and not (np.isfinite(eps) & (eps >= 0)).all():
         layer = int(np.flatnonzero(~(np.isfinite(eps) & (eps >= 0)))[0])
         raise ValueError(sentence("eps", "finite values >= 0", f"{eps[layer]} at layer {layer}"))
+
+
+def _plain(shape: tuple[int, ...], strides: Any, dtype: Any, device: Any) -> Layout:
+    """In words that every framework has."""
+    name = str(dtype).removeprefix("torch.")
+    return Layout(tuple(shape), strides, name, None if device is None else str(device))
 
 
 def _check_rank(name: str, array: Layout, rank: int, shape: str) -> None:

@@ -113,7 +113,7 @@ def test_tensors_without_plain_memory(arrays):
     refused(
         ValueError,
         "`kv`: expected a tensor with its values in memory, got a view whose sign is flipped "
-        "lazily (kv.resolve_conj().resolve_neg())",
+        "lazily (kv.resolve_neg())",
         arrays,
         kv=torch._neg_view(arrays["kv"]),
     )

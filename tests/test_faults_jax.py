@@ -75,13 +75,13 @@ def test_j_07_no_gradient(arrays):
 
 def test_j_08_one_compilation_for_each_length():
     """Documented: pad T to a few sizes where it varies."""
-    from fkv.pallas._launch import _run
+    from fkv.pallas._launch import _compiled
 
-    _run.clear_cache()
+    _compiled.cache_clear()
     for tokens in (1, 2, 3, 1, 2, 3):
         problem = Case(T=tokens, L=1, H=1, D=16).make()
         fkv.materialize(**{name: to_framework(a, "jax") for name, a in problem.items()})
-    assert _run._cache_size() == 3
+    assert _compiled.cache_info().misses == 3
 
 
 @pytest.mark.parametrize("bad", [32, -1, -5])

@@ -65,7 +65,7 @@ def test_pallas_lowers_for_cuda(name, dtype):
     import jax
 
     from fkv._spec import make_spec
-    from fkv.pallas._launch import _run
+    from fkv.pallas._launch import _compiled
 
     problem = CASES[name].make(dtype)
     if problem["positions"].dtype == "int64":
@@ -73,6 +73,6 @@ def test_pallas_lowers_for_cuda(name, dtype):
     layouts = tuple((a.shape, None, str(a.dtype), None) for a in problem.values())
     spec = make_spec("jax", (*layouts, None, None), None, None, None)
     inputs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in problem.values())
-    traced = _run.trace(spec, False, inputs, None, None)
+    traced = _compiled(spec, False).trace(*inputs)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1  # one kernel

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import os
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +30,12 @@ if INTERPRETED:  # Triton decides between compiler and interpreter when it is im
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton  # noqa: E402
+from triton.runtime import driver  # noqa: E402
 
 from fkv.triton._kernel import materialize_kernel  # noqa: E402
+
+ALIGNMENT = 16  # bytes: what Triton compiles another variant for
+MANY_DEVICES = torch.cuda.device_count() > 1
 
 _interpreter_lock = threading.Lock()  # the interpreter keeps its state in globals
 
@@ -53,29 +57,71 @@ def run(
     v_out: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch on the current stream of the tensors' device; refuse first what it can't do."""
-    interpreted = is_interpreted(spec.device)
-    tiles = choose_tiles(spec, interpreted)
-    grid = choose_grid(spec, tiles)
+    plan = _plan(spec)
     k = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if k_out is None else k_out
     v = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if v_out is None else v_out
-    if grid == (0,):
+    tensors = (kv, k_norm_weight, eps, cos_sin_cache, positions, k, v)
+    if plan.grid == (0,):
         return k, v
-    with _interpreter() if interpreted else _on_device(kv.device):
-        materialize_kernel[grid](
-            kv,
-            k_norm_weight,
-            eps,
-            cos_sin_cache,
-            positions,
-            k,
-            v,
-            spec.total_ctx,
-            spec.table_rows,
-            *spec.strides,
-            **constants(spec, tiles, interpreted),
-            num_warps=tiles.num_warps,  # pyright: ignore[reportCallIssue]  an option of the launch
-        )
+    if plan.interpreted:
+        with _interpreter_lock, np.errstate(all="ignore"):  # as quiet as a GPU about infinities
+            plan.launch(tensors)
+    elif MANY_DEVICES and torch.cuda.current_device() != kv.device.index:
+        with torch.cuda.device(kv.device):
+            plan.launch(tensors)
+    else:
+        plan.launch(tensors)
     return k, v
+
+
+class _Plan:
+    """What a launch needs besides the tensors, and the compiled kernel once there is one.
+
+    Triton's launcher looks at each argument to find the variant it has compiled. All but the
+    tensors' addresses follows from the Spec, and of those only whether they are aligned matters.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.interpreted = is_interpreted(spec.device)
+        tiles = choose_tiles(spec, self.interpreted)
+        self.grid = choose_grid(spec, tiles)
+        self.arguments = (spec.total_ctx, spec.table_rows, *spec.strides)
+        self.constants = constants(spec, tiles, self.interpreted)
+        self.options = {"num_warps": tiles.num_warps}
+        self.compiled: Any = None  # for tensors that are all aligned
+        self.device = 0 if self.interpreted else int((spec.device or "").partition(":")[2])
+
+    def launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """On the current stream of the current device."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        aligned = not functools.reduce(operator.or_, pointers) % ALIGNMENT
+        if aligned and self.compiled is not None:
+            compiled = self.compiled
+            compiled.run(
+                *self.grid,
+                1,
+                1,
+                driver.active.get_current_stream(self.device),
+                compiled.function,
+                compiled.packed_metadata,
+                None,  # launch metadata and hooks
+                None,
+                None,
+                *pointers,
+                *self.arguments,
+                *self.constants.values(),
+            )
+            return
+        compiled = materialize_kernel[self.grid](
+            *tensors, *self.arguments, **self.constants, **self.options
+        )
+        if aligned and not self.interpreted:
+            self.compiled = compiled
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(spec: Spec) -> _Plan:
+    return _Plan(spec)
 
 
 def is_interpreted(device: str | None) -> bool:
@@ -125,16 +171,3 @@ def constants(spec: Spec, tiles: Tiles, interpreted: bool) -> dict[str, Any]:
         BLOCK_W=width,
         ROUND_BITS=interpreted and spec.dtype == "bfloat16",
     )
-
-
-@contextmanager
-def _interpreter() -> Iterator[None]:
-    """One thread at a time, and as quiet as a GPU about infinities."""
-    with _interpreter_lock, np.errstate(all="ignore"):
-        yield
-
-
-def _on_device(device: torch.device) -> Any:
-    """Triton launches on the current device, which need not be the tensors'."""
-    same = torch.cuda.current_device() == device.index
-    return nullcontext() if same else torch.cuda.device(device)
