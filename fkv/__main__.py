@@ -1,12 +1,16 @@
-"""python -m fkv: are the kernels right on this machine (demo), and what runs them here (doctor)."""
+"""python -m fkv: are the kernels right here (demo), how fast (bench), what runs them (doctor)."""
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections import Counter
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
+from fkv import _bench
 from fkv._backends import BACKENDS
 from fkv._demo import CALLS, ROUTES, Backend, Result, host_bytes, make_problem, run_route
 from fkv._doctor import cures, diagnose, packages
@@ -97,9 +101,7 @@ def demo(
 
 
 def run_routes(routes: list[tuple[str, Backend]], sizes: Sizes, dtype: str) -> list[Result]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet) as progress:
+    with new_progress() as progress:
         task = progress.add_task("float64 reference", total=1 + len(routes))
         problem = make_problem(*sizes, dtype)
         results = []
@@ -176,6 +178,220 @@ def doctor() -> None:
         console.print("Nothing to install.", style="green")
     if not any(one.usable for one in found):
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write all numbers there.")
+    ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Folder of the package sglang, whose kernel is timed too."
+        ),
+    ] = None,
+    backend: Annotated[
+        BackendName | None, typer.Option(help="This one alone.", show_default="both")
+    ] = None,
+    geometry: Annotated[
+        list[str] | None,
+        typer.Option(metavar="L,H,D,R", help="Instead of the six of the grid; repeatable."),
+    ] = None,
+    total_ctx: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Instead of the ten of the grid; repeatable."),
+    ] = None,
+    peers: Annotated[
+        bool, typer.Option(help="Also torch eager, torch.compile and jax.jit.")
+    ] = True,
+) -> None:
+    """Time the kernels on a GPU, beside what else does their job.
+
+    Every result is checked first, and a wrong one gets no time and exit status 1. Without a GPU
+    there are the checks only.
+    """
+    geometries = [parse_geometry(text) for text in geometry or []] or _bench.GEOMETRIES
+    if sglang and not _bench.sglang_file(sglang).is_file():
+        raise typer.BadParameter(
+            f"expected a folder with {_bench.sglang_file(Path())}, got {sglang}",
+            param_hint="'--sglang'",
+        )
+    if json_file and not json_file.parent.is_dir():
+        raise typer.BadParameter(
+            f"expected a file in a folder that exists, got {json_file}", param_hint="'--json'"
+        )
+    backends = [name for name in BACKENDS if backend in (None, name)]
+    with console.status("asking the frameworks"):
+        found = [diagnose(BACKENDS[name], packages()) for name in backends]
+    able = [one.backend.name for one in found if one.kernel == "compiled"]
+    if able:
+        for one in found:
+            if one.backend.name not in able:
+                console.print(f"{one.backend.name} is left out: {one.why}", style="yellow")
+        report = time_all(geometries, total_ctx or _bench.TOTAL_CTX, able, peers, sglang)
+    else:
+        console.print("No GPU: interpreted times mean nothing, so these are the checks alone.")
+        console.print()
+        report = check_all(geometries, total_ctx or [1, 16], backends)
+    if json_file:
+        write_json(report, json_file)
+        console.print(f"Wrote {json_file}")
+    wrong = [row for row in report["rows"] if not row.get("right", True)]
+    if wrong:
+        console.print(f"{len(wrong)} wrong results, which were not timed.", style="bold red")
+        raise typer.Exit(1)
+
+
+def parse_geometry(text: str) -> _bench.Geometry:
+    try:
+        sizes = _bench.Geometry(*map(int, text.split(",")))
+    except (TypeError, ValueError):
+        sizes = None
+    if sizes is None or min(sizes) < 1 or sizes.rotary_dim % 2 or sizes[3] > sizes[2]:
+        expected = "n_layers,num_kv_heads,head_dim,rotary_dim with an even rotary_dim <= head_dim"
+        raise typer.BadParameter(f"expected {expected}, got {text}", param_hint="'--geometry'")
+    return sizes
+
+
+def check_all(
+    geometries: list[_bench.Geometry], tokens: list[int], backends: list[str]
+) -> dict[str, Any]:
+    """Rows without a time, for a machine without a GPU."""
+    routes = [
+        (home, to) for home, to in ROUTES if to in backends and BACKENDS[to].framework == home
+    ]
+    rows = []
+    with new_progress() as progress:
+        task = progress.add_task("checks", total=len(geometries) * len(tokens) * len(routes))
+        for sizes in geometries:
+            table = geometry_table(sizes, "kernel", "K error\n/ bound", "V bit\nfor bit")
+            for total_ctx in tokens:
+                problem = make_problem(total_ctx, *sizes, "bfloat16")
+                for home, to in routes:
+                    result = run_route(home, to, problem)
+                    progress.advance(task)
+                    right = result.right or result.kernel.startswith("not ")
+                    rows.append(
+                        {"who": to, **sizes._asdict(), "total_ctx": total_ctx, "right": right}
+                        | {"worst": result.worst, "same_v": result.same_v, "note": result.note}
+                    )
+                    worst = "-" if result.worst is None else f"{result.worst:.4f}"
+                    same_v = "yes" if result.same_v else "-" if result.worst is None else "no"
+                    cells = (verdict(worst, right), verdict(same_v, right))
+                    table.add_row(str(total_ctx), to, styled(result.kernel), *cells)
+            show(table)
+    return _bench.about() | {"rows": rows}
+
+
+def time_all(
+    geometries: list[_bench.Geometry],
+    tokens: list[int],
+    backends: list[str],
+    peers: bool,
+    sglang: Path | None,
+) -> dict[str, Any]:
+    """Everything there is to time on this GPU."""
+    report: dict[str, Any] = _bench.about() | {"rows": [], "copy_gb_s": []}
+    scaled = _bench.SCALED if geometries == _bench.GEOMETRIES else []
+    with new_progress() as progress:
+        total = len(geometries) * len(tokens) + len(scaled) + 1
+        task = progress.add_task("warming up", total=total)
+        _bench.warm_up()
+        timer = _bench.Bench(backends, peers, sglang)
+        report["empty_kernel_us"] = _bench.empty_kernel_us()
+        for sizes in geometries:
+            columns = ("cold\nus", "10 to 90 %", "GB/s", "of\ncopy", "hot\nus", "replay\nus")
+            table = geometry_table(sizes, *columns, "launches", "error\n/ bound")
+            for total_ctx in tokens:
+                progress.update(task, description=f"{','.join(map(str, sizes))} at {total_ctx}")
+                report["copy_gb_s"].append(timer.copy_gb_s())
+                for row in timer.measure(sizes, total_ctx, report["copy_gb_s"][-1]):
+                    report["rows"].append(row)
+                    table.add_row(*timed_cells(row))
+                table.add_section()
+                _bench.forget()
+                progress.advance(task)
+            show(table)
+        report["scaling"] = []
+        for sizes in scaled:
+            progress.update(task, description=f"scaling {','.join(map(str, sizes))}")
+            timed = timer.alone().measure(sizes, _bench.SCALED_CTX, timer.copy_gb_s())
+            report["scaling"] += [row for row in timed if row["who"] in backends]
+            _bench.forget()
+            progress.advance(task)
+        progress.update(task, description="host")
+        report["host"] = list(_bench.host_times(timer))
+    show_scaling(report, backends)
+    table = new_table("one call at 16 tokens")
+    for name in ("us on the host", "10 to 90 %"):
+        table.add_column(name, justify="right")
+    for row in report["host"]:
+        table.add_row(row["who"], *spread_cells(row["us"]))
+    show(table)
+    return report
+
+
+def timed_cells(row: dict[str, Any]) -> list[Text | str]:
+    error = "-" if "worst" not in row else f"{row['worst']:.4f}"
+    if "cold_us" not in row:
+        return [str(row["total_ctx"]), row["who"], *[""] * 7, verdict(error, False)]
+    cells = [str(row["total_ctx"]), row["who"], *spread_cells(row["cold_us"])]
+    cells += [f"{row['gb_s']:.0f}", f"{row['share_of_copy']:.2f}", f"{row['hot_us']['median']:.1f}"]
+    replay = f"{row['replay_us']:.1f}" if "replay_us" in row else ""
+    return [*cells, replay, str(row["launches"]), error]
+
+
+def spread_cells(times: dict[str, float]) -> list[str]:
+    return [f"{times['median']:.1f}", f"{times['p10']:.1f} {times['p90']:.1f}"]
+
+
+def show_scaling(report: dict[str, Any], backends: list[str]) -> None:
+    """Is the time fixed + bytes / rate, whatever makes the bytes?"""
+    report["fit"] = {}
+    for who in backends:
+        rows = [row for row in report["scaling"] if row["who"] == who and row["right"]]
+        first = _bench.GEOMETRIES[0]._asdict()
+        rows += [
+            row
+            for row in report["rows"]
+            if row["who"] == who and row["right"] and {**row, **first} == row
+        ]
+        if len(rows) < 3:
+            continue
+        times = [row["cold_us"]["median"] for row in rows]
+        line = _bench.fit([row["bytes"] for row in rows], times)
+        report["fit"][who] = line
+        console.print(
+            f"{who}: {line['fixed_us']:.1f} us and {line['rate_gb_s']:.0f} GB/s say how time grows"
+            f" with T, L, H and D, within {line['worst_relative_error']:.0%}; half of it is fixed"
+            f" at {line['half_fixed_bytes'] / 1e6:.1f} MB"
+        )
+    console.print()
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(report, file, indent=1)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def geometry_table(sizes: _bench.Geometry, *columns: str) -> Table:
+    names = (f"{name} {size}" for name, size in sizes._asdict().items())
+    table = new_table()
+    table.title, table.title_justify = ", ".join(names), "left"
+    table.add_column("tokens", justify="right")
+    table.add_column("who", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    return table
+
+
+def new_progress() -> Progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def new_table(*columns: str) -> Table:

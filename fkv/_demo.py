@@ -85,11 +85,14 @@ def make_problem(T: int, L: int, H: int, D: int, R: int, dtype: str) -> Problem:
 
 
 def run_route(
-    home: str, backend: Backend, problem: Problem, advance: Callable[[float], None]
+    home: str,
+    backend: Backend,
+    problem: Problem,
+    advance: Callable[[float], None] | None = None,
 ) -> Result:
     """Arrays of `home` through `backend`: check the first call; if it is right, time some more.
 
-    `advance` is told the share of the timed calls that is done.
+    `advance` is told the share of the timed calls that is done; without it none is timed.
     """
     result = Result(home, backend)
     try:
@@ -99,7 +102,7 @@ def run_route(
     return result
 
 
-def _run(result: Result, problem: Problem, advance: Callable[[float], None]) -> None:
+def _run(result: Result, problem: Problem, advance: Callable[[float], None] | None) -> None:
     other = BACKENDS[result.backend].framework
     seen = {framework: gpus(framework) for framework in (result.home, other)}
     result.device = (seen[result.home] or ["cpu"])[0]
@@ -120,7 +123,7 @@ def _run(result: Result, problem: Problem, advance: Callable[[float], None]) -> 
     result.worst = worst_error(_values(k), problem.k, problem.bound)
     bits = _values(v).view(np.uint32), problem.v.view(np.uint32)
     result.same_v = v.dtype == arrays["kv"].dtype and np.array_equal(*bits)
-    if not result.right:
+    if not result.right or advance is None:
         return
     calls, seconds = CALLS[result.kernel], []
     for _ in range(calls):

@@ -65,7 +65,8 @@ def test_one_launch(arrays, problem):
     """positions are int64: no other kernel converts them, or anything else."""
     outputs = nan_outputs(problem, "torch")
     fkv.materialize(**arrays, **outputs)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         fkv.materialize(**arrays, **outputs)
         torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]

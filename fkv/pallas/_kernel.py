@@ -1,8 +1,8 @@
 """Device code. A block of one warpgroup does BLOCK_T tokens x BLOCK_H heads of one layer.
 
-The TMA copies each head's K and V rows from global to shared memory and back, NUM_SLOTS heads in
-flight; it clips rows past total_ctx. V never leaves shared memory. K passes through registers,
-its two rotary halves and its tail apart, so that a pair (i, i + R/2) meets in one lane.
+The TMA copies the K and V rows of its heads and its tokens' rows of the table to shared memory, and
+the results back; it clips rows past total_ctx. V never leaves shared memory. K passes through
+registers, its two rotary halves and its tail apart, so that a pair (i, i + R/2) meets in one lane.
 
 Lowering semantics are Lane, in which shared memory is what this file says, plain rows: the compiler
 infers swizzles under the other ones, and reads rows that single copies wrote with the wrong one.
@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fkv._spec import Spec
 
 MAX_COLUMNS = 256  # of one TMA copy
+UNROLLED = 8  # positions that are loaded before the first one is used
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,6 @@ class Tiles:
     block_h: int
     width: int
     vector: int
-    num_slots: int
     gather: bool  # the kernel gathers the table's rows; else XLA has done it, a row a token
 
     @property
@@ -64,10 +64,10 @@ def pieces_of(
 
 def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: Any) -> Any:
     """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v)."""
-    block_t, num_slots = tiles.block_t, min(tiles.num_slots, tiles.block_h)
+    block_t, block_h = tiles.block_t, tiles.block_h
     head_dim, rotary_dim, dtype = spec.head_dim, spec.rotary_dim, jnp.dtype(spec.dtype)
-    half, blocks_h = rotary_dim // 2, spec.num_kv_heads // tiles.block_h
-    # Columns in pieces that the TMA can copy: K's rotary halves and tail, and V.
+    half, blocks_h = rotary_dim // 2, spec.num_kv_heads // block_h
+    # Columns in pieces that the TMA can copy: K's rotary halves and tail, V, and the table.
     k1_pieces = pieces_of(0, half, tiles.width)
     k2_pieces = pieces_of(half, rotary_dim, tiles.width)
     k3_pieces = pieces_of(rotary_dim, head_dim, tiles.width)
@@ -75,6 +75,8 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
     # at total_ctx and runs into the next layer, unless it is narrower than a row.
     widest = head_dim // 2 if spec.num_kv_heads == 1 else head_dim
     v_pieces = pieces_of(0, head_dim, widest=widest, in_registers=False)
+    fits = rotary_dim <= MAX_COLUMNS
+    table_pieces = [pl.ds(0, rotary_dim)] if fits else k1_pieces + k2_pieces
 
     def load(ref: Any, reduced: int | None = None) -> jax.Array:
         if interpret:
@@ -99,8 +101,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         k2_tile: Any,
         k3_tile: Any,
         v_tile: Any,
-        cos_tile: Any,
-        sin_tile: Any,
+        table_tile: Any,
         nan_tile: Any,
         kv_barrier: Any,
         table_barrier: Any,
@@ -109,104 +110,114 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         block = lax.axis_index("block")
         layer = block // blocks_h % spec.n_layers
         token = block // (blocks_h * spec.n_layers) * block_t
-        head = block % blocks_h * tiles.block_h
+        head = block % blocks_h * block_h
         tokens = pl.ds(token, block_t)
         k_tiles = ((k1_tile, k1_pieces), (k2_tile, k2_pieces), (k3_tile, k3_pieces))
 
-        def fetch(h: int, slot: int) -> None:
+        def fetch(h: int) -> None:
             for tile, pieces, kind in (*((*k, 0) for k in k_tiles), (v_tile, v_pieces, 1)):
                 for i, piece in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(
                         kv_ref.at[tokens, layer, kind, head + h, piece],
-                        tile.at[slot, i],
-                        kv_barrier.at[slot],
+                        tile.at[h, i],
+                        kv_barrier.at[h],
                     )
 
-        def write(tile: Any, pieces: list[Any], out_ref: Any, h: int, slot: int) -> None:
+        def write(tile: Any, pieces: list[Any], out_ref: Any, h: int) -> None:
             for i, piece in enumerate(pieces):
-                out = out_ref.at[layer, tokens, head + h, piece]
-                plgpu.copy_smem_to_gmem(tile.at[slot, i], out)
+                plgpu.copy_smem_to_gmem(tile.at[h, i], out_ref.at[layer, tokens, head + h, piece])
 
         def fetch_table(source: Any, rows: Any) -> None:
-            for tile, pieces in ((cos_tile, k1_pieces), (sin_tile, k2_pieces)):
-                for i, piece in enumerate(pieces):
-                    plgpu.copy_gmem_to_smem(
-                        table_ref.at[source, piece], tile.at[i, rows], table_barrier
-                    )
+            for i, piece in enumerate(table_pieces):
+                plgpu.copy_gmem_to_smem(
+                    table_ref.at[source, piece], table_tile.at[i, rows], table_barrier
+                )
+
+        def angles(pieces: list[Any]) -> list[jax.Array]:
+            return [
+                load(table_tile.at[i, :, pl.ds(piece.start - one.start, piece.size)])
+                for piece in pieces
+                for i, one in enumerate(table_pieces)
+                if one.start <= piece.start < one.start + one.size
+            ]
 
         def weights(pieces: list[Any]) -> list[jax.Array]:
             rows = (load(weight_ref.at[layer, piece], reduced=0) for piece in pieces)
             return [broadcast(row, row.shape[0], 1) for row in rows]
 
-        for slot in range(num_slots):
-            fetch(slot, slot)
+        def positions_of(first_row: Any) -> list[jax.Array]:
+            rows = (token + first_row + row for row in range(UNROLLED))
+            return [positions_ref[jnp.minimum(row, spec.total_ctx - 1)] for row in rows]
 
-        @pl.loop(0, block_t)
-        def _(row: jax.Array) -> None:
-            position = positions_ref[jnp.minimum(token + row, spec.total_ctx - 1)]
-            inside = (position >= 0) & (position < spec.table_rows)
-            nan_tile[row] = jnp.where(inside, 0.0, jnp.nan)
-            if tiles.gather:  # and never read outside
-                safe = jnp.where(inside, position, 0).astype(jnp.int32)
-                fetch_table(pl.ds(safe, 1), pl.ds(row, 1))
+        def follow(first_row: Any, positions: list[jax.Array]) -> None:
+            for i, position in enumerate(positions):
+                row = first_row + i
+                inside = (position >= 0) & (position < spec.table_rows)
+                nan_tile[row] = jnp.where(inside, 0.0, jnp.nan)
+                if tiles.gather:  # and never read outside
+                    safe = jnp.where(inside, position, 0).astype(jnp.int32)
+                    fetch_table(pl.ds(safe, 1), pl.ds(row, 1))
+
+        # The start of a chain of loads first, and everything is on its way before the first use.
+        positions = positions_of(0)
+        for h in range(block_h):
+            fetch(h)
+        follow(0, positions)
+
+        @pl.loop(1, block_t // UNROLLED)
+        def _(group: jax.Array) -> None:
+            follow(group * UNROLLED, positions_of(group * UNROLLED))
 
         if not tiles.gather:
             fetch_table(tokens, slice(None))
+        w1, w2, w3 = weights(k1_pieces), weights(k2_pieces), weights(k3_pieces)
+        eps = eps_ref[layer]
         plgpu.commit_smem()
         plgpu.barrier_wait(table_barrier)
-        cos = [load(cos_tile.at[i]) for i in range(len(k1_pieces))]
-        sin = [load(sin_tile.at[i]) for i in range(len(k2_pieces))]
-        w1, w2, w3 = weights(k1_pieces), weights(k2_pieces), weights(k3_pieces)
-        nan_outside, eps = load(nan_tile, reduced=1), eps_ref[layer]
+        cos, sin = angles(k1_pieces), angles(k2_pieces)
+        nan_outside = load(nan_tile, reduced=1)
 
-        for h in range(tiles.block_h):
-            slot = h % num_slots
-            plgpu.barrier_wait(kv_barrier.at[slot])
-            write(v_tile, v_pieces, v_out_ref, h, slot)
+        for h in range(block_h):
+            plgpu.barrier_wait(kv_barrier.at[h])
+            write(v_tile, v_pieces, v_out_ref, h)
             k1, k2, k3 = (
-                [load(tile.at[slot, i]) for i in range(len(pieces))] for tile, pieces in k_tiles
+                [load(tile.at[h, i]) for i in range(len(pieces))] for tile, pieces in k_tiles
             )
             squares = sum(jnp.sum(k * k, axis=1) for k in (*k1, *k2, *k3))
             scale = lax.rsqrt(squares * (1.0 / head_dim) + eps) + nan_outside
             for i in range(len(k1_pieces)):
                 a = k1[i] * broadcast(scale, k1[i].shape[1], 0) * w1[i]
                 b = k2[i] * broadcast(scale, k2[i].shape[1], 0) * w2[i]
-                k1_tile[slot, i] = (a * cos[i] - b * sin[i]).astype(dtype)
-                k2_tile[slot, i] = (b * cos[i] + a * sin[i]).astype(dtype)
+                k1_tile[h, i] = (a * cos[i] - b * sin[i]).astype(dtype)
+                k2_tile[h, i] = (b * cos[i] + a * sin[i]).astype(dtype)
             for i in range(len(k3_pieces)):
                 c = k3[i] * broadcast(scale, k3[i].shape[1], 0) * w3[i]
-                k3_tile[slot, i] = c.astype(dtype)
+                k3_tile[h, i] = c.astype(dtype)
             plgpu.commit_smem()
             for tile, pieces in k_tiles:
-                write(tile, pieces, k_out_ref, h, slot)
-            if h + num_slots < tiles.block_h:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                fetch(h + num_slots, slot)
+                write(tile, pieces, k_out_ref, h)
         plgpu.wait_smem_to_gmem(0)
 
-    def slots(pieces: list[Any]) -> Any:
+    def heads(pieces: list[Any]) -> Any:
         size = pieces[0].size if pieces else 0
-        return plgpu.SMEM((num_slots, len(pieces), block_t, size), dtype) if pieces else None
+        return plgpu.SMEM((block_h, len(pieces), block_t, size), dtype) if pieces else None
 
-    def table(pieces: list[Any]) -> Any:
-        return plgpu.SMEM((len(pieces), block_t, pieces[0].size), jnp.dtype(spec.table_dtype))
-
+    table_tile = (len(table_pieces), block_t, table_pieces[0].size)
     num_pieces = len(k1_pieces) + len(k2_pieces) + len(k3_pieces) + len(v_pieces)
-    num_table_copies = 2 * len(k1_pieces) * (block_t if tiles.gather else 1)
+    num_table_copies = len(table_pieces) * (block_t if tiles.gather else 1)
     out = jax.ShapeDtypeStruct(spec.out_shape, dtype)
     lane = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     return plgpu.kernel(
         body,
         out_type=(out, out),
         scratch_types=dict(
-            k1_tile=slots(k1_pieces),
-            k2_tile=slots(k2_pieces),
-            k3_tile=slots(k3_pieces),
-            v_tile=slots(v_pieces),
-            cos_tile=table(k1_pieces),
-            sin_tile=table(k2_pieces),
+            k1_tile=heads(k1_pieces),
+            k2_tile=heads(k2_pieces),
+            k3_tile=heads(k3_pieces),
+            v_tile=heads(v_pieces),
+            table_tile=plgpu.SMEM(table_tile, jnp.dtype(spec.table_dtype)),
             nan_tile=plgpu.SMEM((block_t,), jnp.float32),
-            kv_barrier=plgpu.Barrier(num_arrivals=num_pieces, num_barriers=num_slots),
+            kv_barrier=plgpu.Barrier(num_arrivals=num_pieces, num_barriers=block_h),
             table_barrier=plgpu.Barrier(num_arrivals=num_table_copies),
         ),
         grid=grid,
