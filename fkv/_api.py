@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fkv._backends import choose, load
-from fkv._frameworks import carry_back, carry_in, framework_of
-from fkv._spec import as_sizes, check_overlap, check_values, make_spec
+from fkv._frameworks import carry_back, carry_in, framework_of, spec_of
+from fkv._spec import as_sizes, check_overlap, check_values
 
 
 def materialize(
@@ -71,7 +71,7 @@ def materialize(
     home = framework_of(arrays)
     chosen = choose(home.name, backend)
     sizes = as_sizes(num_kv_heads, head_dim, rotary_dim)
-    spec = make_spec(home.name, home.layouts(arrays), *sizes)
+    spec = spec_of(home, home.signature(arrays), *sizes)
     check_overlap(spec, home.pointers(arrays))
     check_values(spec, *home.values(spec, eps, positions))
     results = load(chosen).run(spec, *carry_in(arrays, spec, home, chosen.framework))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fkv._errors import sentence
-from fkv._spec import INPUTS, OUTPUTS, Spec
+from fkv._spec import INPUTS, OUTPUTS, Layout, Spec, make_spec
 
 NAMES = INPUTS + OUTPUTS
 CONSTANTS = ("k_norm_weight", "eps", "cos_sin_cache")  # of a model, the same in every call
@@ -31,31 +31,50 @@ class Torch:
         return torch is not None and isinstance(array, torch.Tensor)
 
     @staticmethod
-    def layouts(tensors: Sequence[Any]) -> tuple[tuple | None, ...]:
-        """(shape, strides, dtype, device) of each; what has no plain memory is refused."""
-        for name, x in zip(NAMES, tensors, strict=True):
-            if x is None:
-                continue
-            if x.is_neg():
-                got, cure = "a view whose sign is flipped lazily", f"{name}.resolve_neg()"
-                raise ValueError(sentence(name, "a tensor with its values in memory", got, cure))
-            if x.requires_grad and name not in CONSTANTS:
-                _refuse_gradient(name)
+    def signature(tensors: Sequence[Any]) -> tuple:
+        """All that a Spec follows from, as fast as it can be had."""
+        kv, _, _, _, _, k_out, v_out = tensors
+        if (
+            kv.requires_grad
+            or (k_out is not None and k_out.requires_grad)
+            or (v_out is not None and v_out.requires_grad)
+        ):
+            _refuse_gradient(tensors)
         try:
             return tuple(
-                [None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+                [
+                    x if x is None else (x.shape, x.stride(), x.dtype, x.device, x.is_neg())
+                    for x in tensors
+                ]
             )
         except RuntimeError:  # a layout without strides
-            for name, x in zip(NAMES, tensors, strict=True):
-                if x is not None and "strided" not in str(x.layout):
-                    expected, got = "a strided tensor", f"layout {x.layout}"
-                    raise TypeError(sentence(name, expected, got)) from None
+            _refuse_sparse(tensors)
             raise
+
+    @staticmethod
+    def layouts(signature: tuple) -> tuple[Layout | None, ...]:
+        """What the rules look at; values that are not in memory are refused."""
+        layouts = []
+        for name, one in zip(NAMES, signature, strict=True):
+            if one is None:
+                layouts.append(None)
+                continue
+            shape, strides, dtype, device, negated = one
+            if negated:
+                got, cure = "a view whose sign is flipped lazily", f"{name}.resolve_neg()"
+                raise ValueError(sentence(name, "a tensor with its values in memory", got, cure))
+            dtype = str(dtype).removeprefix("torch.")
+            layouts.append(Layout(tuple(shape), strides, dtype, str(device)))
+        return tuple(layouts)
 
     @staticmethod
     def pointers(tensors: Sequence[Any]) -> tuple[int | None, ...]:
         """The address of each."""
-        return tuple([None if x is None else x.data_ptr() for x in tensors])
+        try:
+            return tuple([None if x is None else x.data_ptr() for x in tensors])
+        except RuntimeError:
+            _refuse_sparse(tensors)
+            raise
 
     @staticmethod
     def values(spec: Spec, *tensors: Any) -> list[np.ndarray | None]:
@@ -73,20 +92,38 @@ class Jax:
         return jax is not None and isinstance(array, jax.Array)
 
     @staticmethod
-    def layouts(arrays: Sequence[Any]) -> tuple[tuple | None, ...]:
-        """(shape, None, dtype, device) of each; what has no memory on one device is refused."""
+    def signature(arrays: Sequence[Any]) -> tuple:
+        """All that a Spec follows from, as fast as it can be had."""
         import jax
 
         tracer = jax.core.Tracer
-        layouts = [
-            x
-            if x is None
-            else (x.shape, None, x.dtype, None if isinstance(x, tracer) else _device_of(x))
-            for x in arrays
-        ]
-        for name, layout, array in zip(NAMES, layouts, arrays, strict=True):
-            if layout is not None and layout[3] is None and not isinstance(array, tracer):
-                raise _no_place(name, array)
+        for name, x in zip(INPUTS, arrays, strict=False):
+            if not isinstance(x, tracer) and x.is_deleted():
+                expected = "an array with its values in memory"
+                why = "donated to an earlier call, or deleted"
+                raise ValueError(sentence(name, expected, "a deleted array", why))
+        return tuple(
+            [
+                x if x is None else (x.aval, None if isinstance(x, tracer) else x.sharding)
+                for x in arrays
+            ]
+        )
+
+    @staticmethod
+    def layouts(signature: tuple) -> tuple[Layout | None, ...]:
+        """What the rules look at; what is not on one device is refused."""
+        layouts = []
+        for name, one in zip(NAMES, signature, strict=True):
+            if one is None:
+                layouts.append(None)
+                continue
+            aval, sharding = one
+            device = None if sharding is None else _only_device(sharding)
+            if device is None and sharding is not None:
+                got = f"one sharded over {sharding.num_devices} devices"
+                cure = "jax.shard_map over the KV heads, or jax.device_put to one device"
+                raise ValueError(sentence(name, "an array on one device", got, cure))
+            layouts.append(Layout(aval.shape, None, str(aval.dtype), device))
         return tuple(layouts)
 
     @staticmethod
@@ -133,6 +170,12 @@ def _framework_of(arrays: Sequence[Any]) -> Framework:
         elif not (array is None and name in OUTPUTS):
             raise TypeError(_wrong_kind(name, array, home, arrays[0]))
     return home
+
+
+@functools.lru_cache(maxsize=4096)
+def spec_of(home: Framework, signature: tuple, *sizes: int | None) -> Spec:
+    """The one Spec of arrays with this signature: after the first call a look-up."""
+    return make_spec(home.name, home.layouts(signature), *sizes)
 
 
 def carry_in(arrays: Sequence[Any], spec: Spec, home: Framework, framework: str) -> Sequence[Any]:
@@ -283,14 +326,22 @@ def _to_jax(result: Any, kv: Any) -> Any:
     return jax.dlpack.from_dlpack(result, device=kv.device)
 
 
-def _refuse_gradient(name: str) -> None:
+def _refuse_gradient(tensors: Sequence[Any]) -> None:
     import torch
 
-    if torch.is_grad_enabled():
-        cure = f"no gradient is computed: {name}.detach(), or call under torch.no_grad()"
-        raise ValueError(
-            sentence(name, "a tensor that needs no gradient", "requires_grad=True", cure)
-        )
+    for name, tensor in zip(NAMES, tensors, strict=True):
+        if torch.is_grad_enabled() and name not in CONSTANTS and tensor.requires_grad:
+            cure = f"no gradient is computed: {name}.detach(), or call under torch.no_grad()"
+            raise ValueError(
+                sentence(name, "a tensor that needs no gradient", "requires_grad=True", cure)
+            )
+
+
+def _refuse_sparse(tensors: Sequence[Any]) -> None:
+    for name, tensor in zip(NAMES, tensors, strict=True):
+        if tensor is not None and "strided" not in str(tensor.layout):
+            expected, got = "a strided tensor", f"layout {tensor.layout}"
+            raise TypeError(sentence(name, expected, got)) from None
 
 
 def _is_traced(array: Any) -> bool:
@@ -298,14 +349,9 @@ def _is_traced(array: Any) -> bool:
     return jax is not None and isinstance(array, jax.core.Tracer)
 
 
-def _device_of(array: Any) -> str | None:
-    """The device of a jax array that is not traced; None if it is deleted, or on several."""
-    return None if array.is_deleted() else _only_device(array.sharding)
-
-
 @functools.lru_cache
 def _only_device(sharding: Any) -> str | None:
-    """Named as torch does."""
+    """Named as torch does; None for several."""
     if sharding.num_devices != 1:
         return None
     (device,) = sharding.device_set
@@ -314,20 +360,8 @@ def _only_device(sharding: Any) -> str | None:
     return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.local_hardware_id}"
 
 
-def _no_place(name: str, array: Any) -> ValueError:
-    if array.is_deleted():
-        expected, why = (
-            "an array with its values in memory",
-            "donated to an earlier call, or deleted",
-        )
-        return ValueError(sentence(name, expected, "a deleted array", why))
-    got = f"one sharded over {array.sharding.num_devices} devices"
-    cure = "jax.shard_map over the KV heads, or jax.device_put to one device"
-    return ValueError(sentence(name, "an array on one device", got, cure))
-
-
 def _is_on_host(array: Any) -> bool:
-    return not _is_traced(array) and (_device_of(array) or "").startswith("cpu")
+    return not _is_traced(array) and (_only_device(array.sharding) or "").startswith("cpu")
 
 
 def _type_name(array: Any) -> str:

@@ -1,7 +1,7 @@
 """Spec, and every rule about shapes, dtypes, strides and devices.
 
 make_spec looks at layouts only, never at values, so that one answer serves every call with the
-same layouts: it is cached. What needs pointers or values is in check_overlap and check_values.
+same layouts. What needs pointers or values is in check_overlap and check_values.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Strides(NamedTuple):
 class Spec:
     """One problem, checked: what a backend needs to know besides the arrays.
 
-    make_spec makes one for each combination of layouts, so it is compared and hashed by identity:
-    what a backend keeps for it is one look-up away.
+    Compared and hashed by identity, as the front-end keeps one for each combination of layouts:
+    what a backend has for it is one look-up away.
     """
 
     total_ctx: int  # T
@@ -80,39 +80,35 @@ class Spec:
 def as_sizes(num_kv_heads: Any, head_dim: Any, rotary_dim: Any) -> tuple[int | None, ...]:
     """The sizes as Python ints. Whatever has __index__ is an integer; a bool or a float is not."""
     sizes = (num_kv_heads, head_dim, rotary_dim)
-    if {*map(type, sizes)} <= {int, type(None)}:
+    if num_kv_heads is None and head_dim is None and rotary_dim is None:
         return sizes
     return tuple(map(_as_size, ("num_kv_heads", "head_dim", "rotary_dim"), sizes))
 
 
 def _as_size(name: str, value: Any) -> int | None:
+    if value is None or type(value) is int:
+        return value
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
     try:
         if not is_bool:  # which has __index__ too
-            return None if value is None else operator.index(value)
+            return operator.index(value)
     except TypeError:
         pass
     raise TypeError(sentence(name, "an integer or None", f"{type(value).__name__} {value!r}"))
 
 
-@functools.lru_cache(maxsize=4096)
 def make_spec(
     framework: str,
-    layouts: tuple[tuple | None, ...],
-    num_kv_heads: int | None,
-    head_dim: int | None,
-    rotary_dim: int | None,
+    layouts: Sequence[Layout | None],
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotary_dim: int | None = None,
 ) -> Spec:
-    """Check the layouts of INPUTS + OUTPUTS, each (shape, strides, dtype, device), together.
+    """Check the layouts of INPUTS + OUTPUTS together.
 
     Raises ValueError at the first rule that is broken, in the order of the arguments.
     """
-    kv, weight, eps, table, positions, k_out, v_out = named = tuple(
-        None
-        if raw is None
-        else Layout(raw[0], raw[1], str(raw[2]).removeprefix("torch."), raw[3] and str(raw[3]))
-        for raw in layouts
-    )
+    kv, weight, eps, table, positions, k_out, v_out = named = tuple(layouts)
     assert kv and weight and eps and table and positions  # the front-end refuses None
 
     _check_rank("kv", kv, 3, "[total_ctx, n_layers, 2*num_kv_heads*head_dim]")
@@ -242,12 +238,6 @@ def check_values(spec: Spec, eps: np.ndarray | None, positions: np.ndarray | Non
     if eps is not None and not (np.isfinite(eps) & (eps >= 0)).all():
         layer = int(np.flatnonzero(~(np.isfinite(eps) & (eps >= 0)))[0])
         raise ValueError(sentence("eps", "finite values >= 0", f"{eps[layer]} at layer {layer}"))
-
-
-def _plain(shape: tuple[int, ...], strides: Any, dtype: Any, device: Any) -> Layout:
-    """In words that every framework has."""
-    name = str(dtype).removeprefix("torch.")
-    return Layout(tuple(shape), strides, name, None if device is None else str(device))
 
 
 def _check_rank(name: str, array: Layout, rank: int, shape: str) -> None:

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from cases import CASES  # noqa: E402
-from fkv._spec import Strides, make_spec  # noqa: E402
+from fkv._spec import Layout, Strides, make_spec  # noqa: E402
 from fkv.triton import _launch  # noqa: E402
 from fkv.triton._kernel import materialize_kernel  # noqa: E402
 
@@ -31,8 +31,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 def compile_case(name, dtype, ones=()):
     """`ones` are the arguments that equal 1 and so become constants."""
     problem = CASES[name].make(dtype)
-    layouts = tuple((a.shape, None, str(a.dtype), "cuda:0") for a in problem.values())
-    spec = make_spec("torch", (*layouts, None, None), None, None, None)
+    layouts = [Layout(a.shape, None, str(a.dtype), "cuda:0") for a in problem.values()]
+    spec = make_spec("torch", [*layouts, None, None])
     constants = _launch.constants(spec, _launch.choose_tiles(spec, False), False)
     pointers = [layout.dtype for layout in spec.layouts[:5]] + [spec.dtype] * 2
     integers = {"total_ctx": None, "table_rows": None} | spec.strides._asdict()

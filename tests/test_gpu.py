@@ -90,14 +90,13 @@ def test_total_ctx_does_not_compile_again(arrays):
 
 def test_pallas_writes_into_torch_memory(problem, arrays):
     """Pointers agree, so nothing is copied back: NaN stays where jax had written elsewhere."""
-    from fkv._frameworks import FRAMEWORKS, carry_in
-    from fkv._spec import make_spec
+    from fkv._frameworks import FRAMEWORKS, carry_in, spec_of
     from fkv.pallas import run
 
     home = FRAMEWORKS[0]
     outputs = nan_outputs(problem, "torch")
     given = [*arrays.values(), *outputs.values()]
-    spec = make_spec("torch", home.layouts(given), None, None, None)
+    spec = spec_of(home, home.signature(given), None, None, None)
     results = run(spec, *carry_in(given, spec, home, "jax"))
     for result, out in zip(results, outputs.values(), strict=True):
         assert result.unsafe_buffer_pointer() == out.data_ptr()

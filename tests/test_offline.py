@@ -64,15 +64,15 @@ def test_triton_compiles_with_any_integer_equal_to_1():
 def test_pallas_lowers_for_cuda(name, dtype):
     import jax
 
-    from fkv._spec import make_spec
-    from fkv.pallas._launch import _compiled
+    from fkv._spec import Layout, make_spec
+    from fkv.pallas._launch import _materialize
 
     problem = CASES[name].make(dtype)
     if problem["positions"].dtype == "int64":
         problem["positions"] = problem["positions"].astype("int32")  # as jax has it
-    layouts = tuple((a.shape, None, str(a.dtype), None) for a in problem.values())
-    spec = make_spec("jax", (*layouts, None, None), None, None, None)
+    layouts = [Layout(a.shape, None, str(a.dtype), None) for a in problem.values()]
+    spec = make_spec("jax", [*layouts, None, None])
     inputs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in problem.values())
-    traced = _compiled(spec, False).trace(*inputs)
+    traced = jax.jit(lambda *arrays: _materialize(spec, False, arrays)).trace(*inputs)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1  # one kernel

@@ -50,7 +50,7 @@ FAULTS = {
     },
     "sine_from_the_cosines": {
         "triton": [("sin_offset = (pair.to(tl.int64) + HALF)", "sin_offset = pair.to(tl.int64)")],
-        "pallas": [("(sin_tile, k2_pieces))", "(sin_tile, k1_pieces))")],
+        "pallas": [("angles(k1_pieces), angles(k2_pieces)", "angles(k1_pieces), angles(k1_pieces)")],
     },
     "position_off_by_one": {
         "triton": [("position.to(tl.int64) * stride_table_p", "(position.to(tl.int64) ^ 1) * stride_table_p")],
@@ -119,7 +119,7 @@ FAULTS = {
     },
     "last_head_dropped": {
         "triton": [("(head < NUM_KV_HEADS)", "(head < NUM_KV_HEADS - 1)")],
-        "pallas": [("write(tile, pieces, k_out_ref, h, slot)", "write(tile, pieces, k_out_ref, max(h - 1, 0), slot)")],
+        "pallas": [("head + h, piece])", "jnp.maximum(head + h - 1, 0), piece])")],
     },
     "last_token_dropped": {
         "triton": [("token_mask = token < total_ctx", "token_mask = token < total_ctx - 1")],
@@ -131,7 +131,7 @@ FAULTS = {
     },
     "v_from_the_next_head": {
         "triton": [("NUM_KV_HEADS * HEAD_DIM + v_dim", "(NUM_KV_HEADS - 1) * HEAD_DIM + v_dim")],
-        "pallas": [("write(v_tile, v_pieces, v_out_ref, h, slot)", "write(v_tile, v_pieces, v_out_ref, (h + 1) % tiles.block_h, slot)")],
+        "pallas": [("kind, head + h, piece]", "kind, (head + h + kind) % spec.num_kv_heads, piece]")],
     },
     "v_through_half_precision": {
         "triton": [("v_row + v_dim, v, mask", "v_row + v_dim, v.to(tl.float32).to(tl.float16).to(v.dtype), mask")],
@@ -164,13 +164,12 @@ def problem_with_outside_positions(case):
 
 def run(backend, problem):
     """The backend's own run, below the checks of values, which would refuse on the host."""
-    from fkv._frameworks import FRAMEWORKS
-    from fkv._spec import make_spec
+    from fkv._frameworks import FRAMEWORKS, spec_of
 
     home = next(f for f in FRAMEWORKS if f.name == BACKENDS[backend])
     outputs = {"k_out": None, "v_out": None} | nan_outputs(problem, home.name)
     arrays = [to_framework(array, home.name) for array in problem.values()] + [*outputs.values()]
-    spec = make_spec(home.name, home.layouts(arrays), None, None, None)
+    spec = spec_of(home, home.signature(arrays), None, None, None)
     return importlib.import_module(f"fkv.{backend}").run(spec, *arrays)
 
 

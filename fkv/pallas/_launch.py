@@ -40,14 +40,11 @@ def run(
 
     k_out and v_out are donated: where jax allows it, the results are written into their memory.
     """
-    interpreted = is_interpreted(spec.device)
-    choose_tiles(spec)
-    kernel = _compiled(spec, interpreted)
+    interpreted, kernel = _compiled(spec)
     inputs = (kv, k_norm_weight, eps, cos_sin_cache, positions)
     if not interpreted:
-        if k_out is None and v_out is None:
-            return kernel(*inputs)
-        return kernel(*inputs, k_out, v_out)
+        given = k_out is not None or v_out is not None
+        return kernel(*inputs, k_out, v_out) if given else kernel(*inputs)
     if isinstance(kv, jax.core.Tracer):
         return kernel(*inputs)
     with _interpreter_lock:
@@ -81,7 +78,7 @@ def is_interpreted(device: str | None) -> bool:
 
 
 @functools.cache
-def choose_tiles(spec: Spec) -> Tiles:
+def choose_tiles(spec: Spec, interpreted: bool) -> Tiles:
     """Sizes from the Spec, or NotImplementedError for a head that does not fit the registers."""
     half, tail = spec.rotary_dim // 2, spec.head_dim - spec.rotary_dim
     if half % 8 or tail % 8:
@@ -94,23 +91,25 @@ def choose_tiles(spec: Spec) -> Tiles:
         )
     width = next(width for width in (64, 32, 16, 8) if not (half % width or tail % width))
     # Few rows and all their heads in flight, and few registers: on an H200, of 57 tiles for 5
-    # geometries, within 1 % of the best for T >= 2048 in bfloat16, but for ... at head_dim 64.
+    # geometries, within 2 % of the best for T >= 2048 in bfloat16.
     block_t = max(UNROLLED, 128 // width)
-    table_bytes = min(spec.rotary_dim, MAX_COLUMNS) * FLOATS[spec.table_dtype]
-    gather = table_bytes % COPY_BYTES == 0
-    most = max(1, min(8, 512 // spec.head_dim))
-    sizes = [h for h in range(most, 0, -1) if spec.num_kv_heads % h == 0]
-    rows = pl.cdiv(spec.total_ctx, block_t) * spec.n_layers * spec.num_kv_heads
-    # As many heads in a block as leave a block for each multiprocessor.
-    block_h = next((h for h in sizes if rows // h >= MULTIPROCESSORS), 1)
-    row_bytes = 2 * block_h * FLOATS[spec.dtype] * spec.head_dim
-    row_bytes += FLOATS[spec.table_dtype] * spec.rotary_dim
+    vector = block_t * width // 128
+    row_bytes = 2 * spec.head_dim * FLOATS[spec.dtype] + spec.rotary_dim * FLOATS[spec.table_dtype]
     if block_t * row_bytes > SHARED_MEMORY:
         expected = 'a head that fits in shared memory for backend="pallas"'
         raise NotImplementedError(
             sentence("head_dim", expected, str(spec.head_dim), 'backend="triton" takes it')
         )
-    return Tiles(block_t, block_h, width, block_t * width // 128, gather)
+    table_bytes = min(spec.rotary_dim, MAX_COLUMNS) * FLOATS[spec.table_dtype]
+    gather = table_bytes % COPY_BYTES == 0
+    most = max(1, min(8, 512 // spec.head_dim))
+    sizes = [h for h in range(most, 0, -1) if spec.num_kv_heads % h == 0]
+    if interpreted:  # a block costs the same for any size
+        return Tiles(32, sizes[0], width, vector, gather)
+    # As many heads in a block as leave a block for each multiprocessor.
+    heads = pl.cdiv(spec.total_ctx, block_t) * spec.n_layers * spec.num_kv_heads
+    block_h = next((h for h in sizes if heads // h >= MULTIPROCESSORS), 1)
+    return Tiles(block_t, block_h, width, vector, gather)
 
 
 def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int]:
@@ -123,7 +122,7 @@ def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -
     kv, weight, eps, table, positions = inputs
     if 0 in spec.out_shape:
         return tuple(jnp.zeros(spec.out_shape, kv.dtype) for _ in range(2))
-    tiles = choose_tiles(spec)
+    tiles = choose_tiles(spec, interpreted)
     kv = kv.reshape(spec.total_ctx, spec.n_layers, 2, spec.num_kv_heads, spec.head_dim)
     if not tiles.gather:
         table = table[jnp.clip(positions, 0, spec.table_rows - 1)]
@@ -142,8 +141,10 @@ def _no_gradient(spec: Spec, interpreted: bool, primals: Any, tangents: Any) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(spec: Spec, interpreted: bool) -> Any:
-    """One jitted function a Spec: jax looks at the arrays alone, in half the time."""
+def _compiled(spec: Spec) -> tuple[bool, Any]:
+    """Is it interpreted, and one jitted function a Spec, which looks at the arrays alone."""
+    interpreted = is_interpreted(spec.device)
+    choose_tiles(spec, interpreted)
 
     def materialize(
         kv: Any, k_norm_weight: Any, eps: Any, cos_sin_cache: Any, positions: Any, *outputs: Any
@@ -152,4 +153,4 @@ def _compiled(spec: Spec, interpreted: bool) -> Any:
         inputs = (kv, k_norm_weight, eps, cos_sin_cache, positions)
         return _differentiable(spec, interpreted, inputs)
 
-    return jax.jit(materialize, donate_argnums=(5, 6), keep_unused=True)
+    return interpreted, jax.jit(materialize, donate_argnums=(5, 6), keep_unused=True)

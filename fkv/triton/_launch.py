@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 import os
 import sys
 import threading
@@ -87,14 +86,15 @@ class _Plan:
         self.grid = choose_grid(spec, tiles)
         self.arguments = (spec.total_ctx, spec.table_rows, *spec.strides)
         self.constants = constants(spec, tiles, self.interpreted)
+        self.all_arguments = (*self.arguments, *self.constants.values())
         self.options = {"num_warps": tiles.num_warps}
         self.compiled: Any = None  # for tensors that are all aligned
         self.device = 0 if self.interpreted else int((spec.device or "").partition(":")[2])
 
     def launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """On the current stream of the current device."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        aligned = not functools.reduce(operator.or_, pointers) % ALIGNMENT
+        a, b, c, d, e, f, g = pointers = [tensor.data_ptr() for tensor in tensors]
+        aligned = not (a | b | c | d | e | f | g) % ALIGNMENT
         if aligned and self.compiled is not None:
             compiled = self.compiled
             compiled.run(
@@ -108,8 +108,7 @@ class _Plan:
                 None,
                 None,
                 *pointers,
-                *self.arguments,
-                *self.constants.values(),
+                *self.all_arguments,
             )
             return
         compiled = materialize_kernel[self.grid](
