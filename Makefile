@@ -26,7 +26,7 @@ demo: $(VENV)/.installed
 	$(VENV)/bin/python -m fkv demo
 
 test: $(VENV)/.installed
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n auto
 
 lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check
@@ -36,7 +36,7 @@ types: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(VENV)/bin/python
 
 test-oldest-jax: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest --frameworks jax
+	$(OLDEST)/bin/python -m pytest -n auto --frameworks jax
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(FIND_PYTHON); echo "Making $(VENV) with $$("$$python" -V) (some GB, a few minutes)"; \

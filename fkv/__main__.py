@@ -258,9 +258,7 @@ def check_all(
     geometries: list[_bench.Geometry], tokens: list[int], backends: list[str]
 ) -> dict[str, Any]:
     """Rows without a time, for a machine without a GPU."""
-    routes = [
-        (home, to) for home, to in ROUTES if to in backends and BACKENDS[to].framework == home
-    ]
+    routes = [route for route in ROUTES[:2] if route[1] in backends]  # the native ones
     rows = []
     with new_progress() as progress:
         task = progress.add_task("checks", total=len(geometries) * len(tokens) * len(routes))
@@ -292,7 +290,7 @@ def time_all(
     sglang: Path | None,
 ) -> dict[str, Any]:
     """Everything there is to time on this GPU."""
-    report: dict[str, Any] = _bench.about() | {"rows": [], "copy_gb_s": []}
+    report: dict[str, Any] = _bench.about() | {"rows": []}
     scaled = _bench.SCALED if geometries == _bench.GEOMETRIES else []
     with new_progress() as progress:
         total = len(geometries) * len(tokens) + len(scaled) + 1
@@ -305,18 +303,17 @@ def time_all(
             table = geometry_table(sizes, *columns, "launches", "error\n/ bound")
             for total_ctx in tokens:
                 progress.update(task, description=f"{','.join(map(str, sizes))} at {total_ctx}")
-                report["copy_gb_s"].append(timer.copy_gb_s())
-                for row in timer.measure(sizes, total_ctx, report["copy_gb_s"][-1]):
+                for row in timer.measure(sizes, total_ctx):
                     report["rows"].append(row)
                     table.add_row(*timed_cells(row))
                 table.add_section()
                 _bench.forget()
                 progress.advance(task)
             show(table)
-        report["scaling"] = []
+        report["scaling"], alone = [], timer.alone()
         for sizes in scaled:
             progress.update(task, description=f"scaling {','.join(map(str, sizes))}")
-            timed = timer.alone().measure(sizes, _bench.SCALED_CTX, timer.copy_gb_s())
+            timed = alone.measure(sizes, _bench.SCALED_CTX)
             report["scaling"] += [row for row in timed if row["who"] in backends]
             _bench.forget()
             progress.advance(task)

@@ -47,6 +47,7 @@ SCALED = [  # one size of the first geometry changed at a time
     *(GEOMETRIES[0]._replace(head_dim=n, rotary_dim=n) for n in (64, 256)),
 ]
 SCALED_CTX = 4096
+PEER_CTX = {1, 16, 2048, 16384, 131072}  # where the peers that compile for seconds are asked
 TABLE_ROWS, THETA, EPS = 40960, 1e6, 1e-6
 KV_BYTES, TABLE_BYTES = 2, 4  # bfloat16, float32
 SAMPLE = 256  # tokens that the float64 reference looks at
@@ -196,7 +197,7 @@ class Bench:
     def clear(self) -> None:
         self.to_clear.zero_()
 
-    def calls(self, geometry: Geometry, inputs: dict[str, Any]) -> dict[str, Call]:
+    def calls(self, geometry: Geometry, inputs: dict[str, Any], peers: bool) -> dict[str, Call]:
         """Each solves the problem; those that take outputs write into the same ones."""
         import torch
 
@@ -211,26 +212,31 @@ class Bench:
 
             arrays = to_jax(inputs)
             calls["pallas"] = lambda: fkv.materialize(**arrays)
-            if self.peers:
+            if peers:
                 jitted = jax.jit(jax_plain)
                 calls["jax.jit"] = lambda: jitted(**arrays)
-        if self.peers:
+        if peers:
             calls["torch eager"] = lambda: torch_eager(**inputs)
-            assert self.compiled
-            calls["torch.compile"] = lambda: self.compiled(**inputs)
-        if self.sglang:
-            sizes = (num_kv_heads, head_dim, rotary_dim)
-            calls["sglang"] = lambda: self.sglang(*inputs.values(), *sizes, **outputs)
+            assert self.compiled is not None
+            compiled = self.compiled
+            calls["torch.compile"] = lambda: compiled(**inputs)
+        if self.sglang is not None:
+            sizes, sglang = (num_kv_heads, head_dim, rotary_dim), self.sglang
+            calls["sglang"] = lambda: sglang(*inputs.values(), *sizes, **outputs)
         return calls
 
-    def measure(self, geometry: Geometry, total_ctx: int, copy_gb_s: float) -> Iterator[dict]:
-        """A row for each who: wrong ones without a time."""
+    def measure(self, geometry: Geometry, total_ctx: int) -> Iterator[dict]:
+        """A row for each who, wrong ones without a time; then the copy of as many bytes.
+
+        The speed of memory is measured beside it, as it moves with temperature.
+        """
         import torch
 
         inputs = make_inputs(geometry, total_ctx)
         rows_used = len(torch.unique(inputs["positions"]))
         moved = moved_bytes(geometry, total_ctx, rows_used)
-        calls, rows = self.calls(geometry, inputs), []
+        peers = self.peers and total_ctx in PEER_CTX
+        calls, rows = self.calls(geometry, inputs, peers), []
         for who, call in list(calls.items()):
             row = {"who": who, **geometry._asdict(), "total_ctx": total_ctx, "bytes": moved}
             row |= check(call, geometry, inputs)
@@ -241,13 +247,17 @@ class Bench:
         target = torch.empty_like(source)
         calls["copy"] = lambda: target.copy_(source)
         rows.append({"who": "copy", **geometry._asdict(), "total_ctx": total_ctx, "bytes": moved})
-        times = self.times(calls, runs=30 if total_ctx <= 4096 else 10)
+        memory = torch.randint(0, 99, (2, COPIED), dtype=torch.int8, device="cuda")
+        calls["memory"] = lambda: memory[0].copy_(memory[1])
+        times = self.times(calls, runs=20 if total_ctx <= 4096 else 10)
+        copy_gb_s = 2 * COPIED / times["memory"]["cold_us"]["median"] / 1e3
         for row in rows:
             if row["who"] not in times:
                 yield row
                 continue
             row |= times[row["who"]]
             row["gb_s"] = moved / row["cold_us"]["median"] / 1e3
+            row["memory_gb_s"] = copy_gb_s
             row["share_of_copy"] = row["gb_s"] / copy_gb_s
             if row["who"] in ("triton", "sglang", "copy") and total_ctx <= 2048:
                 row["replay_us"] = replay_us(calls[row["who"]])
@@ -265,6 +275,7 @@ class Bench:
             for call in calls.values():
                 self.clear()
                 _wait(None)
+                result = None
                 for _ in range(runs):
                     result = call()
                 _wait(result)
@@ -284,15 +295,6 @@ class Bench:
                 "hot_us": spread(sum(hot[i : i + launches]) for i in range(0, len(hot), launches)),
             }
         return found
-
-    def copy_gb_s(self) -> float:
-        """The memory's speed now: it moves with its temperature."""
-        import torch
-
-        source = torch.randint(0, 99, (COPIED,), dtype=torch.int8, device="cuda")
-        target = torch.empty_like(source)
-        times = self.times({"copy": lambda: target.copy_(source)}, runs=10)
-        return 2 * COPIED / times["copy"]["cold_us"]["median"] / 1e3
 
 
 def check(call: Call, geometry: Geometry, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -320,7 +322,7 @@ def check(call: Call, geometry: Geometry, inputs: dict[str, Any]) -> dict[str, A
 def kernels_of(call: Call) -> list[tuple[str, float]]:
     """(name, microseconds) of what ran on the GPU, in order; the call waits for it to end."""
     import torch
-    from torch.autograd import DeviceType
+    from torch._C._autograd import DeviceType
 
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
@@ -393,7 +395,7 @@ def host_us(call: Call, calls: int = 400) -> dict[str, float]:
 def host_times(bench: Bench) -> Iterator[dict[str, Any]]:
     """At 16 tokens of the first geometry, and what to compare with."""
     inputs = make_inputs(GEOMETRIES[0], 16)
-    calls = bench.calls(GEOMETRIES[0], inputs)
+    calls = bench.calls(GEOMETRIES[0], inputs, bench.peers)
     if "pallas" in bench.backends:
         import jax
         import torch
@@ -401,6 +403,8 @@ def host_times(bench: Bench) -> Iterator[dict[str, Any]]:
         arrays = to_jax(inputs)
         bare = jax.jit(lambda kv, weight, eps, table, positions: (kv[:1] + eps[0], positions + 1))
         calls["bare jax.jit"] = lambda: bare(*arrays.values())
+        kernel = jax.jit(lambda *given: fkv.materialize(*given))
+        calls["fkv in jax.jit"] = lambda: kernel(*arrays.values())
         tensors = inputs | {"positions": inputs["positions"].to(torch.int32)}
         calls["torch -> pallas"] = lambda: fkv.materialize(**tensors, backend="pallas")
         results = fkv.materialize(**arrays)

@@ -9,6 +9,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -94,20 +95,21 @@ class Jax:
     @staticmethod
     def signature(arrays: Sequence[Any]) -> tuple:
         """All that a Spec follows from, as fast as it can be had."""
-        import jax
+        import jax.core
 
-        tracer = jax.core.Tracer
-        for name, x in zip(INPUTS, arrays, strict=False):
-            if not isinstance(x, tracer) and x.is_deleted():
+        tracer, signature = jax.core.Tracer, []
+        for name, x in zip(NAMES, arrays, strict=True):
+            if x is None:
+                signature.append(None)
+            elif isinstance(x, tracer):
+                signature.append((x.aval, None))
+            elif x.is_deleted():
                 expected = "an array with its values in memory"
                 why = "donated to an earlier call, or deleted"
                 raise ValueError(sentence(name, expected, "a deleted array", why))
-        return tuple(
-            [
-                x if x is None else (x.aval, None if isinstance(x, tracer) else x.sharding)
-                for x in arrays
-            ]
-        )
+            else:
+                signature.append((x.aval, x.sharding))
+        return tuple(signature)
 
     @staticmethod
     def layouts(signature: tuple) -> tuple[Layout | None, ...]:
@@ -225,7 +227,7 @@ def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
         raise ImportError(sentence("backend", expected, got, "pip install 'jax[cuda13]'"))
     import torch
 
-    ready = torch.cuda.current_stream(kv.device).record_event()
+    ready = torch.cuda.current_stream(kv.device).record_event(_event(get_ident(), kv.device))
     return [
         jax.dlpack.from_dlpack(_Lent(kv, ready)),
         *[_lent_constant(x, ready) for x in constants],
@@ -247,14 +249,29 @@ class _Lent:
         self.tensor, self.ready = tensor, ready
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        if stream is not None:
+            _stream(stream, self.tensor.device).wait_event(self.ready)
         import torch
 
-        if stream is not None:
-            torch.cuda.ExternalStream(stream, self.tensor.device).wait_event(self.ready)
-        return torch.utils.dlpack.to_dlpack(self.tensor)
+        return torch.to_dlpack(self.tensor)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.tensor.__dlpack_device__()
+
+
+@functools.lru_cache
+def _event(thread: int, device: Any) -> Any:
+    """Of one thread, so that no other records it before it is waited for."""
+    import torch
+
+    return torch.cuda.Event()
+
+
+@functools.lru_cache
+def _stream(pointer: int, device: Any) -> Any:
+    import torch
+
+    return torch.cuda.ExternalStream(pointer, device)
 
 
 _constants: dict[int, tuple[Any, Any, Any]] = {}  # id(tensor): a weak reference, memory, jax array

@@ -202,7 +202,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         size = pieces[0].size if pieces else 0
         return plgpu.SMEM((block_h, len(pieces), block_t, size), dtype) if pieces else None
 
-    table_tile = (len(table_pieces), block_t, table_pieces[0].size)
+    table_tile: Any = (len(table_pieces), block_t, table_pieces[0].size)
     num_pieces = len(k1_pieces) + len(k2_pieces) + len(k3_pieces) + len(v_pieces)
     num_table_copies = len(table_pieces) * (block_t if tiles.gather else 1)
     out = jax.ShapeDtypeStruct(spec.out_shape, dtype)
