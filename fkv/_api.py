@@ -1,7 +1,8 @@
-"""The story of one call."""
+"""The story of one call, and of one ahead of time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from fkv._backends import choose, load
@@ -76,3 +77,40 @@ def materialize(
     check_values(spec, *home.values(spec, eps, positions))
     results = load(chosen).run(spec, *carry_in(arrays, spec, home, chosen.framework))
     return carry_back(results, arrays, home)
+
+
+def warmup(
+    k_norm_weight: Any,
+    eps: Any,
+    cos_sin_cache: Any,
+    num_kv_heads: int,
+    total_ctx: Iterable[int],
+    *,
+    dtype: str = "bfloat16",
+    positions_dtype: str | None = None,
+    backend: Literal["triton", "pallas"] | None = None,
+) -> None:
+    """Compile what :func:`materialize` will need, so that nothing compiles while serving.
+
+    Runs it on zeros, once for each number of tokens, and waits. Triton compiles one kernel for all
+    of them, and another one where strides or addresses are not multiples of 16 bytes; jax compiles
+    one for each, so pad to a few sizes.
+
+    Args:
+        k_norm_weight, eps, cos_sin_cache: the model's own, as they will be in the calls.
+        num_kv_heads: H.
+        total_ctx: the numbers of tokens, T, that are to come.
+        dtype: of kv: "bfloat16", "float16" or "float32".
+        positions_dtype: "int32" or "int64"; by default int64 in torch, int32 in jax.
+        backend: as in the calls.
+
+    Raises:
+        What :func:`materialize` raises for these arrays.
+    """
+    home = framework_of((k_norm_weight, k_norm_weight, eps, cos_sin_cache, eps, None, None))
+    n_layers, head_dim = k_norm_weight.shape
+    positions_dtype = positions_dtype or ("int64" if home.name == "torch" else "int32")
+    for tokens in total_ctx:
+        kv = home.zeros((tokens, n_layers, 2 * num_kv_heads * head_dim), dtype, k_norm_weight)
+        positions = home.zeros((tokens,), positions_dtype, k_norm_weight)
+        home.wait(materialize(kv, k_norm_weight, eps, cos_sin_cache, positions, backend=backend))

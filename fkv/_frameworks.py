@@ -82,6 +82,21 @@ class Torch:
         """The values of each where they are on the host, without a copy."""
         return [x.detach().numpy() if spec.device == "cpu" else None for x in tensors]
 
+    @staticmethod
+    def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        """On the device of `like`."""
+        import torch
+
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=like.device)
+
+    @staticmethod
+    def wait(tensors: Sequence[Any]) -> None:
+        import torch
+
+        for tensor in tensors:
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+
 
 class Jax:
     name = "jax"
@@ -139,6 +154,19 @@ class Jax:
         if spec.device and not spec.device.startswith("cpu"):
             return [None] * len(arrays)
         return [np.asarray(x) if _is_on_host(x) else None for x in arrays]
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        """On the device of `like`."""
+        import jax.numpy as jnp
+
+        return jnp.zeros(shape, dtype, device=like.sharding)
+
+    @staticmethod
+    def wait(arrays: Sequence[Any]) -> None:
+        import jax
+
+        jax.block_until_ready(arrays)
 
 
 Framework = Torch | Jax

@@ -78,11 +78,16 @@ def _mode(backend):
     return "compiled" if jax.default_backend() == "gpu" else "interpreted"
 
 
+def routes(config):
+    """Those whose both frameworks are there."""
+    return [r for r in ROUTES if {r[0], BACKENDS[r[1]]} <= config.installed]
+
+
 def pytest_generate_tests(metafunc):
     installed = metafunc.config.installed
     if "route" in metafunc.fixturenames:
-        routes = [r for r in ROUTES if r[0] in installed and BACKENDS[r[1]] in installed]
-        metafunc.parametrize("route", routes, ids=["->".join(route) for route in routes])
+        found = routes(metafunc.config)
+        metafunc.parametrize("route", found, ids=["->".join(route) for route in found])
     if "backend" in metafunc.fixturenames:
         backends = [b for b, framework in BACKENDS.items() if framework in installed]
         metafunc.parametrize("backend", backends)

@@ -4,6 +4,7 @@ The letters are the report's kind: N numbers, M memory and launch, X torch and j
 and Pallas. What a line of CASES, test_errors or test_wrong_kernels holds is not here again.
 """
 
+import importlib
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import torch
 
 import fkv
 from cases import Case, assert_right, nan_outputs, to_framework, to_numpy
+from fkv._spec import Layout, make_spec
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -48,9 +50,10 @@ def run_process(code, **environment):
 # Numbers
 
 
-def test_n_04_nothing_is_left_unwritten_and_nothing_else_is_written(backend):
+@pytest.mark.parametrize("rotary_dim", [48, 32, 80])
+def test_n_04_nothing_is_left_unwritten_and_nothing_else_is_written(rotary_dim, backend):
     """A fused store forgot the tail that is not rotated."""
-    problem = Case(T=3, L=2, H=3, D=80, R=48).make()
+    problem = Case(T=3, L=2, H=3, D=80, R=rotary_dim).make()
     shape, size, pad = (2, 3, 3, 80), 2 * 3 * 3 * 80, 64
     buffers = [torch.full((size + 2 * pad,), torch.inf, device=DEVICE) for _ in range(2)]
     k_out, v_out = (buffer[pad:-pad].view(shape).fill_(torch.nan) for buffer in buffers)
@@ -107,7 +110,8 @@ def test_n_11_nan_and_infinity_stay_in_their_row(route):
     same[0, 1, 0] = same[1, 2, 1] = False
     np.testing.assert_array_equal(k[same], clean[0][same])
     assert np.isnan(k[0, 1, 0]).all()
-    assert np.isnan(k[1, 2, 1]).any()
+    # NaN at the infinity and at its partner, 0 elsewhere.
+    np.testing.assert_array_equal(k[1, 2, 1], fkv.reference.materialize(**problem)[0][1, 2, 1])
     exact_v = fkv.reference.materialize(**problem)[1]
     np.testing.assert_array_equal(v.view("u4"), exact_v.view("u4"))
 
@@ -258,18 +262,35 @@ def test_m_03_m_05_strides_of_the_outputs(layout, backend):
         assert (buffer == 9).all()
 
 
-def test_m_06_addresses_past_32_bits():
-    """A token of kv and a layer of k_out are each 2**30 elements away, in memory not touched."""
-    stride = 2**30
-    problem = Case(T=3, L=2, H=2, D=16).make("bfloat16")
-    arrays = place(problem, "torch")
-    far = torch.empty(2 * stride + 1000, dtype=torch.bfloat16, device=DEVICE)
-    kv = far.as_strided((3, 2, 64), (stride, 64, 1))
-    kv.copy_(arrays["kv"])
-    far_out = torch.empty(stride + 1000, dtype=torch.bfloat16, device=DEVICE)
-    k_out = far_out.as_strided((2, 3, 2, 16), (stride, 32, 16, 1))
-    k, v = fkv.materialize(**arrays | {"kv": kv}, k_out=k_out)
-    assert_right(problem, k, v)
+@pytest.mark.parametrize(
+    ("argument", "axis"),
+    [("kv", 0), ("k_out", 0), ("k_out", 1), ("v_out", 0), ("v_out", 1), ("cos_sin_cache", 0)],
+)
+def test_m_06_each_address_past_32_bits(argument, axis):
+    """2**30 elements apart, so that the third is past 2**31, in memory that is not touched.
+
+    A stride of 2**31 would itself come in 64 bits, and hide a product in 32.
+    """
+    problem = Case(T=3, L=3, H=2, D=16, P=3, table_dtype="bfloat16").make("bfloat16")
+    problem["positions"][:] = (2, 0, 1)
+    arrays = place(problem, "torch") | nan_outputs(problem, "torch")
+    packed = arrays[argument]
+    strides = list(packed.stride())
+    strides[axis] = 2**30
+    far = torch.empty(2 * 2**30 + 1000, dtype=torch.bfloat16, device=DEVICE)
+    arrays[argument] = far.as_strided(packed.shape, strides).copy_(packed)
+    assert_right(problem, *fkv.materialize(**arrays))
+
+
+@pytest.mark.parametrize(("T", "L", "H"), [(65537 * 128, 1, 1), (1, 1, 65536), (1, 65536, 1)])
+def test_m_07_one_grid_axis(T, L, H, backend):
+    launch = importlib.import_module(f"fkv.{backend}._launch")
+    shapes = ((T, L, 2 * H * 16), (L, 16), (L,), (8, 16))
+    layouts = [Layout(shape, None, "float32", "cuda:0") for shape in shapes]
+    layouts.append(Layout((T,), None, "int32", "cuda:0"))
+    spec = make_spec("torch", [*layouts, None, None])
+    (blocks,) = launch.choose_grid(spec, launch.choose_tiles(spec, False))
+    assert 65535 < blocks < 2**31
 
 
 @pytest.mark.parametrize("case", [Case(T=65537, L=1, H=1, D=2), Case(T=1, L=1, H=65536, D=2)])
@@ -302,11 +323,19 @@ def test_m_09_memory_that_is_not_aligned(offset, backend):
 def test_m_10_no_tokens_and_still_checked(route):
     framework, backend = route
     arrays = place(Case(T=0, L=2, H=2, D=16).make(), framework)
-    for name, shape in (("kv", (0, 2, 7)), ("k_norm_weight", (1, 3)), ("positions", (1,))):
+    sizes = {"num_kv_heads": 2, "head_dim": 16, "rotary_dim": 16}
+    shapes = {
+        "kv": (0, 2, 7),
+        "k_norm_weight": (1, 3),
+        "eps": (3,),
+        "cos_sin_cache": (40, 8),
+        "positions": (1,),
+    }
+    for name, shape in shapes.items():
         dtype = "int32" if name == "positions" else "float32"
         bad = arrays | {name: to_framework(np.zeros(shape, dtype), framework)}
-        with pytest.raises(ValueError, match=r"expected"):
-            fkv.materialize(**bad, backend=backend)
+        with pytest.raises(ValueError, match=f"^`{name}`: expected "):
+            fkv.materialize(**bad, **sizes, backend=backend)
     if framework == "torch":
         out = torch.empty(2, 5, 2, 16, device=DEVICE)
         with pytest.raises(ValueError, match=r"^`k_out`: expected shape"):
@@ -317,6 +346,12 @@ def test_m_11_two_empty_arrays_not_one(route):
     framework, backend = route
     k, v = fkv.materialize(**place(Case(T=0).make(), framework), backend=backend)
     assert k is not v
+
+
+@pytest.mark.parametrize("case", [Case(T=0, D=16), Case(L=0, D=16)])
+def test_m_11_two_empty_tensors_of_two_storages(case, backend):
+    k, v = fkv.materialize(**place(case.make(), "torch"), backend=backend)
+    assert k.untyped_storage()._cdata != v.untyped_storage()._cdata
 
 
 # torch and jax
@@ -421,7 +456,46 @@ def test_t_08_sizes_that_are_integers_of_another_kind(framework):
     assert_right(problem, k, v)
 
 
+@pytest.mark.parametrize("size", [torch.tensor(True), np.bool_(True), torch.tensor(1.0), True])
+def test_t_08_sizes_that_are_no_integers(size):
+    arrays = place(Case(T=5, L=2, H=1, D=16).make(), "torch")
+    with pytest.raises(TypeError, match=r"^`num_kv_heads`: expected an integer or None, got "):
+        fkv.materialize(**arrays, num_kv_heads=size)
+
+
+def test_t_06_torch_compile_around_a_call_that_is_disabled(backend):
+    """What the README says to do."""
+    problem = SMALL.make()
+    arrays, outputs = place(problem, "torch"), nan_outputs(problem, "torch")
+    call = torch.compiler.disable(fkv.materialize)
+    compiled = torch.compile(lambda **a: [x + 0 for x in call(**a)], backend="aot_eager")
+    assert_right(problem, *compiled(**arrays, **outputs, backend=backend))
+    assert_right(problem, *outputs.values())
+
+
 # jax and Pallas
+
+
+@pytest.mark.parametrize("backend_of_call", ["triton", "pallas"])
+def test_x_15_the_second_device_of_jax(backend_of_call):
+    code = (
+        "import jax, fkv\n"
+        "from cases import *\n"
+        "problem = Case(T=4, D=16).make()\n"
+        "arrays = {n: to_framework(a, 'jax') for n, a in problem.items()}\n"
+        "second = jax.devices()[1]\n"
+        "there = jax.device_put(arrays, second)\n"
+        f"k, v = fkv.materialize(**there, backend={backend_of_call!r})\n"
+        "assert k.devices() == v.devices() == {second}\n"
+        "assert_right(problem, k, v)\n"
+        "try:\n"
+        f"    fkv.materialize(**there | {{'eps': arrays['eps']}}, backend={backend_of_call!r})\n"
+        "except ValueError as error:\n"
+        "    print(error)"
+    )
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    message = "`eps`: expected device cpu:1, got cpu (where `kv` is)"
+    assert run_process(code, CUDA_VISIBLE_DEVICES="", **environment).strip() == message
 
 
 @pytest.mark.parametrize("backend_of_call", ["triton", "pallas"])

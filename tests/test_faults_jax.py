@@ -1,5 +1,9 @@
 """The reported faults that need jax alone; see test_faults.py."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +88,17 @@ def test_j_08_one_compilation_for_each_length():
     assert _compiled.cache_info().misses == 3
 
 
-@pytest.mark.parametrize("bad", [32, -1, -5])
+def test_j_08_nothing_compiles_after_a_warmup(arrays):
+    from fkv.pallas._launch import _compiled
+
+    side = {name: arrays[name] for name in ("k_norm_weight", "eps", "cos_sin_cache")}
+    _compiled.cache_clear()
+    fkv.warmup(**side, num_kv_heads=2, total_ctx=[5, 6], dtype="float32")
+    fkv.materialize(**arrays)
+    assert _compiled.cache_info().misses == 2
+
+
+@pytest.mark.parametrize("bad", [32, -1, -32, 2**31 - 1, -(2**31)])
 def test_j_09_positions_outside_the_table_inside_jit(bad, problem, arrays):
     """NaN rows for that token, never the rows of another position."""
     problem["positions"][2] = bad
@@ -101,3 +115,44 @@ def test_vmap(problem, arrays):
     for index in range(2):
         one = problem | {"kv": to_numpy(batch[index])}
         assert_right(one, k[index], v[index])
+
+
+def test_x_09_j_09_jax_with_64_bits():
+    """float64 is refused; int64 positions are right, and never cut to 32 bits."""
+    code = (
+        "import jax, fkv, numpy as np\n"
+        "from cases import *\n"
+        "problem = Case(T=4, D=16, P=8, positions_dtype='int64').make()\n"
+        "arrays = {n: to_framework(a, 'jax') for n, a in problem.items()}\n"
+        "assert str(arrays['positions'].dtype) == 'int64'\n"
+        "assert_right(problem, *fkv.materialize(**arrays))\n"
+        "for name in ('kv', 'k_norm_weight', 'eps', 'cos_sin_cache'):\n"
+        "    try:\n"
+        "        fkv.materialize(**arrays | {name: arrays[name].astype('float64')})\n"
+        "    except ValueError as error:\n"
+        "        assert f'`{name}`: expected dtype' in str(error) and 'got float64' in str(error)\n"
+        "        print(name)\n"
+        "for bad in (2**32 + 1, 3 - 2**32, -(2**63), 2**63 - 1):\n"
+        "    problem['positions'][1] = bad\n"
+        "    arrays['positions'] = to_framework(problem['positions'], 'jax')\n"
+        "    k, v = jax.jit(lambda arrays: fkv.materialize(**arrays))(arrays)\n"
+        "    assert_right(problem, k, v)\n"
+        "    assert np.isnan(to_numpy(k)[:, 1]).all()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=os.environ | {"JAX_ENABLE_X64": "1"},
+        cwd=os.path.dirname(__file__),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["kv", "k_norm_weight", "eps", "cos_sin_cache"]
+
+
+@pytest.mark.parametrize("name", ["kv", "k_norm_weight", "eps", "cos_sin_cache", "positions"])
+def test_x_12_each_argument_deleted(name, arrays, backend):
+    arrays[name].delete()
+    with pytest.raises(ValueError, match=f"^`{name}`: expected an array with its values in memory"):
+        fkv.materialize(**arrays, backend=backend)

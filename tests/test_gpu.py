@@ -1,5 +1,6 @@
 """What only a GPU shows: streams, graphs, allocations, devices. Skipped elsewhere."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,6 +18,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 CASE = Case(T=300, L=5, H=8, D=128, P=512, positions_dtype="int64")
+
+
+def variants():
+    """How many kernels Triton has compiled."""
+    from fkv.triton._kernel import materialize_kernel
+
+    return sum(len(caches[0]) for caches in materialize_kernel.device_caches.values())
 
 
 @pytest.fixture
@@ -74,11 +82,6 @@ def test_one_launch(arrays, problem):
 
 
 def test_total_ctx_does_not_compile_again(arrays):
-    from fkv.triton._kernel import materialize_kernel
-
-    def variants():
-        return sum(len(caches[0]) for caches in materialize_kernel.device_caches.values())
-
     side = {name: arrays[name] for name in ("k_norm_weight", "eps", "cos_sin_cache")}
     for tokens in (300, 1, 2, 15, 16, 17, 64):
         kv, positions = arrays["kv"][:tokens], arrays["positions"][:tokens]
@@ -86,6 +89,42 @@ def test_total_ctx_does_not_compile_again(arrays):
         if tokens == 300:
             first = variants()
     assert variants() == first
+
+
+def test_nothing_compiles_after_a_warmup(problem, arrays):
+    """Of a geometry that no other test has; see test_no_new_variant for how it is counted."""
+    side = {name: arrays[name] for name in ("k_norm_weight", "eps", "cos_sin_cache")}
+    fkv.warmup(**side, num_kv_heads=3, total_ctx=[1])
+    before = variants()
+    kv = arrays["kv"][:, :, : 2 * 3 * 128].contiguous()
+    for tokens in (1, 5, 16, 300):
+        fkv.materialize(kv[:tokens], positions=arrays["positions"][:tokens], **side)
+    assert variants() == before
+
+
+def test_constants_are_lent_once_and_seen_when_they_change(problem, arrays):
+    from fkv._frameworks import _constants
+
+    def borrowed():
+        return [_constants[id(arrays[name])][2] for name in ("k_norm_weight", "eps")]
+
+    assert_right(problem, *fkv.materialize(**arrays, backend="pallas"))
+    first = borrowed()
+    arrays["k_norm_weight"].mul_(2)
+    arrays["cos_sin_cache"].data.neg_()  # which has no version
+    changed = problem | {name: to_numpy(tensor) for name, tensor in arrays.items()}
+    assert_right(changed, *fkv.materialize(**arrays, backend="pallas"))
+    assert all(a is b for a, b in zip(first, borrowed(), strict=True))
+    # Other memory behind the same tensor is another loan; a tensor that is gone is forgotten.
+    arrays["k_norm_weight"].data = arrays["k_norm_weight"] * 3
+    changed["k_norm_weight"] = to_numpy(arrays["k_norm_weight"])
+    assert_right(changed, *fkv.materialize(**arrays, backend="pallas"))
+    known = {id(arrays[name]) for name in ("k_norm_weight", "eps", "cos_sin_cache")}
+    assert known <= set(_constants)
+    del first
+    arrays.clear()
+    gc.collect()
+    assert not known & set(_constants)
 
 
 def test_pallas_writes_into_torch_memory(problem, arrays):

@@ -19,7 +19,9 @@ RULES = {  # module -> what of fkv it may import
     "_frameworks": {"_errors", "_spec"},
     "_spec": {"_errors"},
     "reference": set(),
-    "__main__": {"_backends", "_demo", "_doctor"},
+    "__main__": {"", "_backends", "_bench", "_demo", "_doctor", "_report"},
+    "_bench": {"", "reference"},
+    "_report": {"_bench", "_demo"},
     "_demo": {"", "_backends", "_doctor", "reference"},
     "_doctor": {"", "_backends"},
 } | {

@@ -5,11 +5,25 @@ import pytest
 
 import fkv
 from cases import CASES, DTYPES, Case, assert_right, nan_outputs, to_framework, to_numpy
+from conftest import BACKENDS, routes
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_right(name, dtype, route, record_error):
+def pytest_generate_tests(metafunc):
+    """All dtypes on the native routes; one where the same kernels run on arrays carried over."""
+    if "combination" in metafunc.fixturenames:
+        combinations = [
+            (name, dtype, route)
+            for route in routes(metafunc.config)
+            for name in CASES
+            for dtype in DTYPES
+            if BACKENDS[route[1]] == route[0] or dtype == "bfloat16"
+        ]
+        ids = [f"{'->'.join(route)}-{name}-{dtype}" for name, dtype, route in combinations]
+        metafunc.parametrize("combination", combinations, ids=ids)
+
+
+def test_right(combination, record_error):
+    name, dtype, route = combination
     framework, backend = route
     problem = CASES[name].make(dtype)
     arrays = {key: to_framework(array, framework) for key, array in problem.items()}
@@ -55,8 +69,6 @@ def test_positional_arguments_are_in_sglang_order(framework):
 
 @pytest.mark.parametrize("tokens", [1, 31, 32, 33, 257])
 def test_repeated_calls_agree_bit_for_bit(tokens, backend):
-    from conftest import BACKENDS
-
     problem = Case(T=tokens, L=1, H=2, D=16).make("bfloat16")
     arrays = {key: to_framework(array, BACKENDS[backend]) for key, array in problem.items()}
     first, *others = [fkv.materialize(**arrays, backend=backend) for _ in range(3)]
@@ -82,3 +94,19 @@ def test_one_kv_head_at_a_time_gives_the_same_bits(backend):
         )
         for all_heads, one in zip(together, alone, strict=True):
             np.testing.assert_array_equal(to_numpy(all_heads)[:, :, head], to_numpy(one)[:, :, 0])
+
+
+def test_warmup_runs_the_calls_to_come(route, monkeypatch):
+    """The same dtypes and sizes; then what it compiled is there (test_gpu, test_faults_jax)."""
+    framework, backend = route
+    problem = Case(T=3, weight_dtype="bfloat16").make("bfloat16")
+    arrays = {name: to_framework(array, framework) for name, array in problem.items()}
+    side = {name: arrays[name] for name in ("k_norm_weight", "eps", "cos_sin_cache")}
+    fkv.warmup(**side, num_kv_heads=3, total_ctx=[1, 3], backend=backend)
+    with pytest.raises(ValueError, match=r"^`eps`: expected shape \[n_layers=2\], got \[5\] "):
+        fkv.warmup(
+            **side | {"eps": to_framework(np.ones(5, "float32"), framework)},
+            num_kv_heads=3,
+            total_ctx=[1],
+            backend=backend,
+        )

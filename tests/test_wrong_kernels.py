@@ -150,9 +150,9 @@ FAULTS = {
 }  # fmt: skip
 
 # Two layers that differ in every side, ragged tiles, and rows small beside eps.
-SMALL_ROWS = dict(T=37, L=2, H=4, P=40, scale=1e-3, eps=(1e-6, 1e-5))
-PARTIAL = Case(D=128, R=64, **SMALL_ROWS)
-FULL = Case(D=128, **SMALL_ROWS)
+SMALL_ROWS = dict(T=37, L=2, H=2, P=40, scale=1e-3, eps=(1e-6, 1e-5))
+PARTIAL = Case(D=64, R=32, **SMALL_ROWS)
+FULL = Case(D=64, **SMALL_ROWS)
 OF_THE_TAIL = {"tail_not_weighted", "tail_not_in_the_mean", "mean_over_rotary_dim"}
 
 
