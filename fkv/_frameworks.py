@@ -73,9 +73,11 @@ class Torch:
         """The address of each."""
         try:
             return tuple([None if x is None else x.data_ptr() for x in tensors])
-        except RuntimeError:
+        except RuntimeError as error:
             _refuse_sparse(tensors)
-            raise
+            expected, got = "tensors with their values in memory", "one inside a torch transform"
+            cure = "call outside of torch.vmap and torch.func"
+            raise TypeError(sentence("kv", expected, got, cure)) from error
 
     @staticmethod
     def values(spec: Spec, *tensors: Any) -> list[np.ndarray | None]:
@@ -195,8 +197,9 @@ def _framework_of(arrays: Sequence[Any]) -> Framework:
     for name, array in zip(NAMES, arrays, strict=True):
         if home.owns(array):
             if name in OUTPUTS and home.name == "jax":
-                why = "jax arrays are immutable: leave it out and take the arrays returned"
-                raise TypeError(sentence(name, "None with jax arrays", "a jax.Array", why))
+                raise TypeError(_output_with_jax(name, array))
+        elif name in OUTPUTS and home.name == "jax" and array is not None:
+            raise TypeError(_output_with_jax(name, array))
         elif not (array is None and name in OUTPUTS):
             raise TypeError(_wrong_kind(name, array, home, arrays[0]))
     return home
@@ -241,6 +244,10 @@ def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
             expected = f'memory aligned to {ALIGNMENT} bytes for backend="pallas" on a GPU'
             got = f"a view {tensor.data_ptr() % ALIGNMENT} bytes past that"
             raise ValueError(sentence(name, expected, got, f'{name}.clone(), or backend="triton"'))
+    for name, out in zip(OUTPUTS, arrays[len(INPUTS) :], strict=True):
+        if out is not None and out.is_inference() and not _in_inference_mode():
+            expected = 'no inference tensor for backend="pallas" outside of torch.inference_mode()'
+            raise ValueError(sentence(name, expected, "one", 'backend="triton" takes it'))
     import jax
 
     kv, *constants, positions = arrays[: len(INPUTS)]
@@ -328,6 +335,12 @@ def _forget(key: int, reference: Any) -> None:
         del _constants[key]
 
 
+def _in_inference_mode() -> bool:
+    import torch
+
+    return torch.is_inference_mode_enabled()
+
+
 def _is_aligned(tensor: Any) -> bool:
     return not tensor.is_cuda or tensor.data_ptr() % ALIGNMENT == 0
 
@@ -358,7 +371,13 @@ def _jax_to_torch(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
     if not (spec.device or "").startswith("cpu") and not torch.cuda.is_available():
         expected, got = f"torch with CUDA, as `kv` is on {spec.device}", "torch without it"
         raise ImportError(sentence("backend", expected, got, "pip install torch, its CUDA build"))
-    return [None if array is None else torch.from_dlpack(array) for array in arrays]
+    tensors = [None if array is None else torch.from_dlpack(array) for array in arrays]
+    for name, tensor in zip(INPUTS, tensors, strict=False):
+        if tensor is not None and not tensor.is_contiguous():  # whose strides the Spec has not seen
+            expected = 'an array in row-major layout for backend="triton"'
+            got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+            raise ValueError(sentence(name, expected, got, 'backend="pallas" takes any layout'))
+    return tensors
 
 
 def _to_jax(result: Any, kv: Any) -> Any:
@@ -412,6 +431,12 @@ def _is_on_host(array: Any) -> bool:
 def _type_name(array: Any) -> str:
     kind = type(array)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+def _output_with_jax(name: str, array: Any) -> str:
+    kind = next((f"a {framework.kind}" for framework in FRAMEWORKS if framework.owns(array)), None)
+    why = "jax arrays are immutable: leave it out and take the arrays returned"
+    return sentence(name, "None with jax arrays", kind or _type_name(array), why)
 
 
 def _wrong_kind(name: str, array: Any, home: Framework, kv: Any) -> str:

@@ -201,10 +201,14 @@ def make_spec(
 
 @functools.lru_cache(maxsize=4096)
 def check_overlap(spec: Spec, pointers: tuple[int | None, ...]) -> None:
-    """Refuse outputs that share memory with each other or with an input.
+    """Refuse what has no memory, and outputs that share it with each other or with an input.
 
     `pointers` are the addresses of INPUTS + OUTPUTS, None for an output that is not given.
     """
+    for name, pointer, size in zip(INPUTS + OUTPUTS, pointers, spec.extents, strict=True):
+        if pointer == 0 and size:
+            expected, got = "an array with its values in memory", "one without memory"
+            raise ValueError(sentence(name, expected, got, "a meta tensor, or freed storage"))
     for mine in range(len(INPUTS), len(pointers)):
         start, size = pointers[mine], spec.extents[mine]
         if start is None:

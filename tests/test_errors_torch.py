@@ -1,9 +1,12 @@
 """Whole messages of what only torch has: strides, outputs, gradients, lazy views."""
 
+import functools
+
 import pytest
 import torch
 
-from cases import Case, to_framework
+import fkv
+from cases import Case, assert_right, to_framework
 from test_errors import CASE, refused
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -147,8 +150,8 @@ def test_jax_outputs_and_mixed_frameworks(arrays):
     )
     refused(
         TypeError,
-        "`k_out`: expected a jax.Array as `kv` is, got a torch.Tensor "
-        "(all arrays of one framework)",
+        "`k_out`: expected None with jax arrays, got a torch.Tensor "
+        "(jax arrays are immutable: leave it out and take the arrays returned)",
         jax_arrays,
         k_out=filled(*OUT),
     )
@@ -174,3 +177,48 @@ def test_geometry_that_pallas_cannot_take_leaves_outputs_alone():
         v_out=filled(2, 4, 2, 20),
         backend="pallas",
     )
+
+
+def test_tensors_without_memory(arrays):
+    """A meta tensor, a storage that was freed, a transform of torch."""
+    message = r"^`kv`: expected an array with its values in memory, got one without memory "
+    meta = {name: tensor.to("meta") for name, tensor in arrays.items()}
+    freed = torch.empty_like(arrays["kv"])
+    freed.untyped_storage().resize_(0)
+    for backend in ("triton", "pallas"):
+        for bad in (meta, arrays | {"kv": freed}):
+            with pytest.raises(ValueError, match=message):
+                fkv.materialize(**bad, backend=backend)
+        call = functools.partial(fkv.materialize, **arrays | {"kv": None}, backend=backend)
+        with pytest.raises((TypeError, ValueError), match=r"^`kv`: expected "):
+            torch.func.vmap(lambda kv, call=call: call(kv=kv))(arrays["kv"][None])
+
+
+def test_inference_tensors_as_outputs(arrays):
+    """Written where torch lets them be, and before anything is written refused elsewhere."""
+    k, v = fkv.materialize(**arrays)
+    with torch.inference_mode():
+        out = torch.full_like(v, torch.nan)
+        fkv.materialize(**arrays, v_out=out, backend="pallas")
+    assert torch.equal(out, v)
+    k_out = torch.full_like(k, torch.nan)
+    with pytest.raises(ValueError, match=r"^`v_out`: expected no inference tensor for "):
+        fkv.materialize(**arrays, k_out=k_out, v_out=out, backend="pallas")
+    assert torch.isnan(k_out).all()
+
+
+@pytest.mark.needs("jax")
+def test_jax_array_in_another_layout():
+    """Its strides are not those of its shape."""
+    import jax.numpy as jnp
+
+    problem = Case(T=4, L=2, D=16).make()
+    arrays = {name: to_framework(array, "jax") for name, array in problem.items()}
+    kv = torch.empty(
+        2, 4, problem["kv"].shape[2], device=DEVICE
+    )  # aligned, so jax keeps its layout
+    kv.copy_(torch.from_numpy(problem["kv"]).transpose(0, 1))
+    arrays["kv"] = jnp.from_dlpack(kv.transpose(0, 1))
+    assert_right(problem, *fkv.materialize(**arrays))
+    with pytest.raises(ValueError, match=r"^`kv`: expected an array in row-major layout for "):
+        fkv.materialize(**arrays, backend="triton")
