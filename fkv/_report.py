@@ -97,7 +97,8 @@ def time_all(
 
 
 def timed_cells(row: dict[str, Any]) -> list[Text | str]:
-    error = "-" if "worst" not in row else f"{row['worst']:.4f}"
+    worst = row.get("worst", 0.0)
+    error = "-" if "worst" not in row else "inf" if worst is None else f"{worst:.4f}"
     if "cold_us" not in row:
         return [str(row["total_ctx"]), row["who"], *[""] * 7, verdict(error, False)]
     cells = [str(row["total_ctx"]), row["who"], *spread_cells(row["cold_us"])]
@@ -137,7 +138,7 @@ def show_scaling(report: dict[str, Any], backends: list[str]) -> None:
 def write_json(report: dict[str, Any], path: Path) -> None:
     """Whole or not at all."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(report, file, indent=1)
+        json.dump(report, file, indent=1, allow_nan=False)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
 
