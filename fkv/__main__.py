@@ -84,7 +84,10 @@ def demo(
     sizes: Sizes = (total_ctx, n_layers, num_kv_heads, head_dim, rotary_dim)
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         even = f"an even number from 2 to head_dim = {head_dim}"
-        raise typer.BadParameter(f"expected {even}, got {rotary_dim}", param_hint="'--rotary-dim'")
+        option = "--head-dim" if rotary_dim == head_dim else "--rotary-dim"
+        raise typer.BadParameter(
+            f"expected rotary_dim to be {even}, got {rotary_dim}", param_hint=f"'{option}'"
+        )
     memory = -(-host_bytes(*sizes) // 2**30)
     if memory > MEMORY:
         raise typer.BadParameter(

@@ -137,7 +137,8 @@ def _run(result: Result, problem: Problem, advance: Callable[[float], None] | No
 def _refusal(error: Exception, home: str, backend: str) -> tuple[str, str]:
     """What stands in place of the kernel, and the reason."""
     if isinstance(error, ModuleNotFoundError):
-        missing = choose(home, None) if error.name == home else BACKENDS[backend]
+        of_home = (error.name or "").startswith(home)  # jax, jaxlib
+        missing = choose(home, None) if of_home else BACKENDS[backend]
         return "not installed", f"{error} (pip install '{missing.extra}')"
     if isinstance(error, ImportError) and isinstance(error.__cause__, ModuleNotFoundError):
         return "not installed", str(error)

@@ -112,7 +112,7 @@ def described(error: BaseException) -> str:
     """One line: fkv's own sentences speak for themselves, other errors want their type."""
     line = next(iter(str(error).splitlines()), "")
     own = line.startswith("`") or isinstance(error, ModuleNotFoundError)
-    return line if own else f"{type(error).__name__}: {line}"
+    return line if own else f"{type(error).__name__}: {line}".removesuffix(": ")
 
 
 def _version(name: str) -> str | None:

@@ -178,14 +178,19 @@ def test_demo_without_a_framework(package):
         (["--dtype=float64"], "--dtype", ""),
         (["--backend=cuda"], "--backend", ""),
         (
+            ["--head-dim=15"],
+            "--head-dim",
+            "expected rotary_dim to be an even number from 2 to head_dim = 15, got 15",
+        ),
+        (
             ["--rotary-dim=7"],
             "--rotary-dim",
-            "expected an even number from 2 to head_dim = 16, got 7",
+            "expected rotary_dim to be an even number from 2 to head_dim = 16, got 7",
         ),
         (
             ["--rotary-dim=18"],
             "--rotary-dim",
-            "expected an even number from 2 to head_dim = 16, got 18",
+            "expected rotary_dim to be an even number from 2 to head_dim = 16, got 18",
         ),
         (
             ["--head-dim=128", "--total-ctx=10000000"],
