@@ -218,6 +218,14 @@ def bench(
     Every result is checked first, and a wrong one gets no time. The exit status is 1 if one of
     fkv's own is wrong. Without a GPU there are the checks only.
     """
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        console.print(
+            "fkv: expected torch, whose profiler is the timer, got no module named 'torch'"
+            " (pip install 'fkv[triton]')"
+        )
+        raise typer.Exit(1) from None
     geometries = [parse_geometry(text) for text in geometry or []] or _bench.GEOMETRIES
     if sglang and not _bench.sglang_file(sglang).is_file():
         raise typer.BadParameter(
@@ -244,7 +252,7 @@ def bench(
     if json_file:
         write_json(report, json_file)
         console.print(f"Wrote {json_file}")
-    wrong = Counter(row["who"] for row in report["rows"] if not row.get("right", True))
+    wrong = Counter(row["who"] for row in report["rows"] if row.get("right", True) is False)
     for who, count in wrong.items():
         console.print(f"{who}: {count} wrong results, which were not timed.", style="bold red")
     if wrong.keys() & BACKENDS.keys():

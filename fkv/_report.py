@@ -36,14 +36,17 @@ def check_all(
                 for home, to in routes:
                     result = run_route(home, to, problem)
                     progress.advance(task)
-                    right = result.right or result.kernel.startswith("not ")
+                    right = None if result.kernel.startswith("not ") else result.right
                     rows.append(
                         {"who": to, **sizes._asdict(), "total_ctx": total_ctx, "right": right}
                         | {"worst": result.worst, "same_v": result.same_v, "note": result.note}
                     )
                     worst = "-" if result.worst is None else f"{result.worst:.4f}"
                     same_v = "yes" if result.same_v else "-" if result.worst is None else "no"
-                    cells = (verdict(worst, right), verdict(same_v, right))
+                    cells = (
+                        verdict(worst, right is not False),
+                        verdict(same_v, right is not False),
+                    )
                     table.add_row(str(total_ctx), to, styled(result.kernel), *cells)
             show(table)
     return _bench.about() | {"rows": rows}
@@ -100,7 +103,8 @@ def timed_cells(row: dict[str, Any]) -> list[Text | str]:
     worst = row.get("worst", 0.0)
     error = "-" if "worst" not in row else "inf" if worst is None else f"{worst:.4f}"
     if "cold_us" not in row:
-        return [str(row["total_ctx"]), row["who"], *[""] * 7, verdict(error, False)]
+        name = "-" if row.get("right", True) is None else error
+        return [str(row["total_ctx"]), row["who"], *[""] * 7, verdict(name, False)]
     cells = [str(row["total_ctx"]), row["who"], *spread_cells(row["cold_us"])]
     cells += [f"{row['gb_s']:.0f}", f"{row['share_of_copy']:.2f}", f"{row['hot_us']['median']:.1f}"]
     replay = f"{row['replay_us']:.1f}" if "replay_us" in row else ""

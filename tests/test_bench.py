@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fkv import _bench, _demo, _report
-from test_cli import invoke
+from test_cli import blocked, invoke
 
 ON_GPU = torch.cuda.is_available()
 SMALL = ("--geometry", "2,2,64,64", "--total-ctx", "3", "--no-peers")
@@ -87,6 +87,24 @@ def test_bad_options(arguments, message):
     status, output = invoke("bench", *arguments)
     assert status == 2
     assert message in output
+
+
+def test_a_geometry_that_pallas_does_not_take_is_not_wrong(tmp_path):
+    path = tmp_path / "out.json"
+    arguments = ("--geometry", "1,1,72,72", "--total-ctx", "3", "--no-peers", "--json", str(path))
+    status, output = invoke("bench", *arguments)
+    assert status == 0, output
+    rows = {row["who"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["triton"]["right"]
+    assert rows["pallas"]["right"] is None
+    assert 'backend="triton"' in rows["pallas"]["note"]
+
+
+def test_without_torch():
+    done = blocked("torch", "bench")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0].startswith("fkv: expected torch, whose profiler")
+    assert "Traceback" not in done.stderr
 
 
 def test_json_is_whole_or_not_there(tmp_path):

@@ -293,8 +293,11 @@ def test_m_07_one_grid_axis(T, L, H, backend):
     assert 65535 < blocks < 2**31
 
 
-@pytest.mark.parametrize("case", [Case(T=65537, L=1, H=1, D=2), Case(T=1, L=1, H=65536, D=2)])
+@pytest.mark.parametrize(
+    "case", [Case(T=65537, L=1, H=1, D=2), Case(T=1, L=1, H=65536, D=2)][: 2 if ON_GPU else 1]
+)
 def test_m_07_more_tokens_or_heads_than_a_grid_axis(case):
+    """Half a minute each in the interpreter, where one shows as much as two."""
     problem = case.make()
     assert_right(problem, *fkv.materialize(**place(problem, "torch")))
 
