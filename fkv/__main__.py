@@ -11,13 +11,14 @@ from typing import Annotated
 from fkv import _bench
 from fkv._backends import BACKENDS
 from fkv._demo import CALLS, ROUTES, Backend, Result, host_bytes, make_problem, run_route
-from fkv._doctor import cures, diagnose, packages
+from fkv._doctor import cures, diagnose, gpus, packages
 
 try:
     import typer
 
     from fkv._report import (
         check_all,
+        check_writable,
         console,
         duration,
         new_progress,
@@ -236,17 +237,31 @@ def bench(
         raise typer.BadParameter(
             f"expected a file in a folder that exists, got {json_file}", param_hint="'--json'"
         )
+    if json_file:
+        try:
+            check_writable(json_file)
+        except OSError as error:
+            raise typer.BadParameter(
+                f"expected a file that can be written, got {json_file} ({error.strerror})",
+                param_hint="'--json'",
+            ) from None
     backends = [name for name in BACKENDS if backend in (None, name)]
     with console.status("asking the frameworks"):
+        timer = bool(gpus("torch"))
         found = [diagnose(BACKENDS[name], packages()) for name in backends]
     able = [one.backend.name for one in found if one.kernel == "compiled"]
-    if able:
+    if able and timer:
         for one in found:
             if one.backend.name not in able:
                 console.print(f"{one.backend.name} is left out: {one.why}", style="yellow")
-        report = time_all(geometries, total_ctx or _bench.TOTAL_CTX, able, peers, sglang)
+        # The grid asks the peers at some sizes only; whoever names sizes wants them there.
+        peers_at = (total_ctx or _bench.PEER_CTX) if peers else ()
+        report = time_all(geometries, total_ctx or _bench.TOTAL_CTX, able, peers_at, sglang)
     else:
-        console.print("No GPU: interpreted times mean nothing, so these are the checks alone.")
+        why = "No GPU: interpreted times mean nothing"
+        if able:
+            why = "jax sees a GPU, torch does not, and the timer is torch's"
+        console.print(f"{why}, so these are the checks alone.")
         console.print()
         report = check_all(geometries, total_ctx or [1, 16], backends)
     if json_file:

@@ -13,7 +13,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,9 @@ SCALED = [  # one size of the first geometry changed at a time
     *(GEOMETRIES[0]._replace(head_dim=n, rotary_dim=n) for n in (64, 256)),
 ]
 SCALED_CTX = 4096
-PEER_CTX = {1, 16, 2048, 16384, 131072}  # where the peers that compile for seconds are asked
+PEER_CTX = {1, 16, 2048, 16384, 131072}  # of the grid: the peers compile for seconds
+HOST_CTX = (16, 1)  # in this order, as torch.compile makes a function of its own for 1
+REPLAYED_CTX = 2048  # at most: above, a launch costs nothing beside the kernel
 TABLE_ROWS, THETA, EPS = 40960, 1e6, 1e-6
 KV_BYTES, TABLE_BYTES = 2, 4  # bfloat16, float32
 SAMPLE = 256  # tokens that the float64 reference looks at
@@ -75,17 +77,32 @@ def sampled_tokens(total_ctx: int, seed: int = 0) -> np.ndarray:
     )
 
 
+def runs_for(moved: int) -> int:
+    """About 30 ms of a kernel that moves 4 TB/s, within reason."""
+    return int(np.clip(30e-3 * 4e12 / moved, 10, 50))
+
+
+def per_call(kernels: list[float], calls: int) -> list[float]:
+    """What each of the calls took; their mean where they are not of equally many kernels."""
+    launches, left = divmod(len(kernels), calls)
+    if left or not launches:
+        return [sum(kernels) / calls]
+    return [sum(kernels[i : i + launches]) for i in range(0, len(kernels), launches)]
+
+
 def spread(times: Iterable[float]) -> dict[str, float]:
     """Median, 10th and 90th percentile."""
     low, middle, high = np.percentile(list(times), [10, 50, 90])
     return {"median": float(middle), "p10": float(low), "p90": float(high)}
 
 
-def fit(sizes: Iterable[float], times: Iterable[float]) -> dict[str, float]:
-    """time = fixed + bytes / rate, with the least relative error."""
+def fit(sizes: Iterable[float], times: Iterable[float]) -> dict[str, float] | None:
+    """time = fixed + bytes / rate, with the least relative error; None if it does not grow."""
     x, y = np.asarray(list(sizes), float), np.asarray(list(times), float)
     terms = np.stack([np.ones_like(x), x], axis=1) / y[:, None]
     (fixed, slope), *_ = np.linalg.lstsq(terms, np.ones_like(y), rcond=None)
+    if slope * np.ptp(x) < 1e-3 * y.min():  # what rounding leaves of a slope has no rate
+        return None
     error = np.abs(fixed + slope * x - y) / y
     return {
         "fixed_us": float(fixed),
@@ -93,6 +110,24 @@ def fit(sizes: Iterable[float], times: Iterable[float]) -> dict[str, float]:
         "half_fixed_bytes": float(max(fixed, 0.0) / slope),
         "worst_relative_error": float(error.max()),
     }
+
+
+def fits(report: dict[str, Any], backends: list[str]) -> dict[str, dict[str, float]]:
+    """The line through all sizes of the first geometry and those changed from it, for each who."""
+    first, found = GEOMETRIES[0]._asdict(), {}
+    for who in backends:
+        rows = report["scaling"] + [row for row in report["rows"] if row | first == row]
+        rows = [row for row in rows if row["who"] == who and "cold_us" in row]
+        if len(rows) < 3:
+            continue
+        line = fit([row["bytes"] for row in rows], [row["cold_us"]["median"] for row in rows])
+        if line is None:
+            continue
+        copy_gb_s = statistics.median(row["memory_gb_s"] for row in rows)
+        line["share_of_copy"] = line["rate_gb_s"] / copy_gb_s
+        line["half_fixed_tokens"] = line["half_fixed_bytes"] / moved_bytes(GEOMETRIES[0], 1, 1)
+        found[who] = line
+    return found
 
 
 # ---- one problem on the GPU, and who solves it
@@ -181,10 +216,10 @@ def load_sglang(folder: Path) -> Any:
 class Bench:
     """Who is asked, and what they share."""
 
-    def __init__(self, backends: list[str], peers: bool, sglang: Path | None) -> None:
+    def __init__(self, backends: list[str], peers_at: Collection[int], sglang: Path | None) -> None:
         import torch
 
-        self.backends, self.peers = backends, peers
+        self.backends, self.peers_at = backends, peers_at
         self.sglang = load_sglang(sglang) if sglang else None
         self.compiled: tuple[Geometry | None, Any] = (None, None)
         self.to_clear = torch.empty(CLEARED, dtype=torch.int8, device="cuda")
@@ -192,7 +227,7 @@ class Bench:
 
     def alone(self) -> Bench:
         """Without the others."""
-        return Bench(self.backends, peers=False, sglang=None)
+        return Bench(self.backends, peers_at=(), sglang=None)
 
     def clear(self) -> None:
         self.to_clear.zero_()
@@ -243,8 +278,7 @@ class Bench:
         inputs = make_inputs(geometry, total_ctx)
         rows_used = len(torch.unique(inputs["positions"]))
         moved = moved_bytes(geometry, total_ctx, rows_used)
-        peers = self.peers and total_ctx in PEER_CTX
-        calls, rows = self.calls(geometry, inputs, peers), []
+        calls, rows = self.calls(geometry, inputs, total_ctx in self.peers_at), []
         for who, call in list(calls.items()):
             row = {"who": who, **geometry._asdict(), "total_ctx": total_ctx, "bytes": moved}
             for out in self.outputs.values():  # or it passes with what another one wrote
@@ -262,7 +296,7 @@ class Bench:
         rows.append({"who": "copy", **geometry._asdict(), "total_ctx": total_ctx, "bytes": moved})
         memory = torch.randint(0, 99, (2, COPIED), dtype=torch.int8, device="cuda")
         calls["memory"] = lambda: memory[0].copy_(memory[1])
-        times = self.times(calls, runs=20 if total_ctx <= 4096 else 10)
+        times = self.times(calls, runs=runs_for(moved))
         copy_gb_s = 2 * COPIED / times["memory"]["cold_us"]["median"] / 1e3
         for row in rows:
             if row["who"] not in times:
@@ -272,7 +306,8 @@ class Bench:
             row["gb_s"] = moved / row["cold_us"]["median"] / 1e3
             row["memory_gb_s"] = copy_gb_s
             row["share_of_copy"] = row["gb_s"] / copy_gb_s
-            if row["who"] in ("triton", "sglang", "copy") and total_ctx <= 2048:
+            of_torch = row["who"] not in ("pallas", "jax.jit")
+            if of_torch and total_ctx <= REPLAYED_CTX:
                 row["replay_us"] = replay_us(calls[row["who"]])
             yield row
 
@@ -301,11 +336,10 @@ class Bench:
         for index, who in enumerate(calls):
             cold = groups[index * runs : (index + 1) * runs]
             hot = groups[len(calls) * runs + index]
-            launches = len(hot) // runs
             found[who] = {
-                "launches": launches,
+                "launches": len(hot) // runs,
                 "cold_us": spread(sum(group) for group in cold),
-                "hot_us": spread(sum(hot[i : i + launches]) for i in range(0, len(hot), launches)),
+                "hot_us": spread(per_call(hot, runs)),
             }
         return found
 
@@ -408,9 +442,15 @@ def host_us(call: Call, calls: int = 400) -> dict[str, float]:
 
 
 def host_times(bench: Bench) -> Iterator[dict[str, Any]]:
-    """At 16 tokens of the first geometry, and what to compare with."""
-    inputs = make_inputs(GEOMETRIES[0], 16)
-    calls = bench.calls(GEOMETRIES[0], inputs, bench.peers)
+    """At few tokens of the first geometry, and what to compare with."""
+    for total_ctx in HOST_CTX:
+        for who, call in host_calls(bench, total_ctx).items():
+            yield {"who": who, "total_ctx": total_ctx, "us": host_us(call)}
+
+
+def host_calls(bench: Bench, total_ctx: int) -> dict[str, Call]:
+    inputs = make_inputs(GEOMETRIES[0], total_ctx)
+    calls = bench.calls(GEOMETRIES[0], inputs, peers=bool(bench.peers_at))
     if "pallas" in bench.backends:
         import jax
         import torch
@@ -422,6 +462,8 @@ def host_times(bench: Bench) -> Iterator[dict[str, Any]]:
         calls["fkv in jax.jit"] = lambda: kernel(*arrays.values())
         tensors = inputs | {"positions": inputs["positions"].to(torch.int32)}
         calls["torch -> pallas"] = lambda: fkv.materialize(**tensors, backend="pallas")
+        given = tensors | bench.outputs
+        calls["torch -> pallas, outputs given"] = lambda: fkv.materialize(**given, backend="pallas")
         results = fkv.materialize(**arrays)
 
         def plain() -> Any:
@@ -429,8 +471,7 @@ def host_times(bench: Bench) -> Iterator[dict[str, Any]]:
             return borrowed, [torch.from_dlpack(result) for result in results]
 
         calls["seven plain crossings"] = plain
-    for who, call in calls.items():
-        yield {"who": who, "us": host_us(call)}
+    return calls
 
 
 def about() -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fkv import _bench
-from fkv._demo import ROUTES, make_problem, run_route
+from fkv._demo import ROUTES, Result, make_problem, run_route
 
 # No markup: messages hold names like fkv[triton].
 console = Console(markup=False, highlight=False, emoji=False)
@@ -36,27 +39,38 @@ def check_all(
                 for home, to in routes:
                     result = run_route(home, to, problem)
                     progress.advance(task)
-                    right = None if result.kernel.startswith("not ") else result.right
-                    rows.append(
-                        {"who": to, **sizes._asdict(), "total_ctx": total_ctx, "right": right}
-                        | {"worst": result.worst, "same_v": result.same_v, "note": result.note}
-                    )
+                    rows.append(checked_row(result, sizes, total_ctx))
+                    good = rows[-1]["right"] is not False
                     worst = "-" if result.worst is None else f"{result.worst:.4f}"
                     same_v = "yes" if result.same_v else "-" if result.worst is None else "no"
                     cells = (
-                        verdict(worst, right is not False),
-                        verdict(same_v, right is not False),
+                        verdict(worst if good else f"wrong {worst}", good),
+                        verdict(same_v, good),
                     )
                     table.add_row(str(total_ctx), to, styled(result.kernel), *cells)
             show(table)
+            show_notes(rows, sizes)
     return _bench.about() | {"rows": rows}
+
+
+def checked_row(result: Result, sizes: _bench.Geometry, total_ctx: int) -> dict[str, Any]:
+    worst = result.worst
+    return {
+        "who": result.backend,
+        **sizes._asdict(),
+        "total_ctx": total_ctx,
+        "right": None if result.kernel.startswith("not ") else result.right,
+        "worst": worst if worst is not None and math.isfinite(worst) else None,  # as JSON has it
+        "same_v": result.same_v,
+        "note": result.note,
+    }
 
 
 def time_all(
     geometries: list[_bench.Geometry],
     tokens: list[int],
     backends: list[str],
-    peers: bool,
+    peers_at: Collection[int],
     sglang: Path | None,
 ) -> dict[str, Any]:
     """Everything there is to time on this GPU."""
@@ -66,7 +80,7 @@ def time_all(
         total = len(geometries) * len(tokens) + len(scaled) + 1
         task = progress.add_task("warming up", total=total)
         _bench.warm_up()
-        timer = _bench.Bench(backends, peers, sglang)
+        timer = _bench.Bench(backends, peers_at, sglang)
         report["empty_kernel_us"] = _bench.empty_kernel_us()
         for sizes in geometries:
             columns = ("cold\nus", "10 to 90 %", "GB/s", "of\ncopy", "hot\nus", "replay\nus")
@@ -80,6 +94,7 @@ def time_all(
                 _bench.forget()
                 progress.advance(task)
             show(table)
+            show_notes(report["rows"], sizes)
         report["scaling"], alone = [], timer.alone()
         for sizes in scaled:
             progress.update(task, description=f"scaling {','.join(map(str, sizes))}")
@@ -89,12 +104,14 @@ def time_all(
             progress.advance(task)
         progress.update(task, description="host")
         report["host"] = list(_bench.host_times(timer))
-    show_scaling(report, backends)
-    table = new_table("one call at 16 tokens")
+    report["fit"] = _bench.fits(report, backends)
+    show_fits(report["fit"])
+    table = new_table("one call")
+    table.add_column("tokens", justify="right")
     for name in ("us on the host", "10 to 90 %"):
         table.add_column(name, justify="right")
     for row in report["host"]:
-        table.add_row(row["who"], *spread_cells(row["us"]))
+        table.add_row(row["who"], str(row["total_ctx"]), *spread_cells(row["us"]))
     show(table)
     return report
 
@@ -103,8 +120,8 @@ def timed_cells(row: dict[str, Any]) -> list[Text | str]:
     worst = row.get("worst", 0.0)
     error = "-" if "worst" not in row else "inf" if worst is None else f"{worst:.4f}"
     if "cold_us" not in row:
-        name = "-" if row.get("right", True) is None else error
-        return [str(row["total_ctx"]), row["who"], *[""] * 7, verdict(name, False)]
+        text = "-" if row["right"] is None else f"wrong {error}"
+        return [str(row["total_ctx"]), row["who"], *[""] * 7, verdict(text, row["right"] is None)]
     cells = [str(row["total_ctx"]), row["who"], *spread_cells(row["cold_us"])]
     cells += [f"{row['gb_s']:.0f}", f"{row['share_of_copy']:.2f}", f"{row['hot_us']['median']:.1f}"]
     replay = f"{row['replay_us']:.1f}" if "replay_us" in row else ""
@@ -115,36 +132,44 @@ def spread_cells(times: dict[str, float]) -> list[str]:
     return [f"{times['median']:.1f}", f"{times['p10']:.1f} {times['p90']:.1f}"]
 
 
-def show_scaling(report: dict[str, Any], backends: list[str]) -> None:
+def show_fits(lines: dict[str, dict[str, float]]) -> None:
     """Is the time fixed + bytes / rate, whatever makes the bytes?"""
-    report["fit"] = {}
-    for who in backends:
-        rows = [row for row in report["scaling"] if row["who"] == who and row["right"]]
-        first = _bench.GEOMETRIES[0]._asdict()
-        rows += [
-            row
-            for row in report["rows"]
-            if row["who"] == who and row["right"] and {**row, **first} == row
-        ]
-        if len(rows) < 3:
-            continue
-        times = [row["cold_us"]["median"] for row in rows]
-        line = _bench.fit([row["bytes"] for row in rows], times)
-        report["fit"][who] = line
+    for who, line in lines.items():
         console.print(
-            f"{who}: {line['fixed_us']:.1f} us and {line['rate_gb_s']:.0f} GB/s say how time grows"
-            f" with T, L, H and D, within {line['worst_relative_error']:.0%}; half of it is fixed"
-            f" at {line['half_fixed_bytes'] / 1e6:.1f} MB"
+            f"{who}: {line['fixed_us']:.1f} us and {line['rate_gb_s']:.0f} GB/s"
+            f" ({line['share_of_copy']:.2f} of copy) say how time grows with T, L, H and D,"
+            f" within {line['worst_relative_error']:.0%}; half of it is fixed at"
+            f" {line['half_fixed_bytes'] / 1e6:.1f} MB, which are {line['half_fixed_tokens']:.0f}"
+            " tokens of the first geometry"
         )
     console.print()
 
 
+def show_notes(rows: list[dict[str, Any]], sizes: _bench.Geometry) -> None:
+    """Why something did not run, once."""
+    own = [row for row in rows if row.get("note") and row | sizes._asdict() == row]
+    notes = dict.fromkeys((row["who"], row["note"]) for row in own)
+    for who, note in notes:
+        console.print(f"{who}: {note}")
+    if notes:
+        console.print()
+
+
 def write_json(report: dict[str, Any], path: Path) -> None:
     """Whole or not at all."""
+    text = json.dumps(report, indent=1, allow_nan=False)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(report, file, indent=1, allow_nan=False)
+        file.write(text)
     os.chmod(file.name, 0o644)
     os.replace(file.name, path)
+
+
+def check_writable(path: Path) -> None:
+    """OSError now, and not after all was measured."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    with tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def geometry_table(sizes: _bench.Geometry, *columns: str) -> Table:

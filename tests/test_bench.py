@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import fkv.__main__ as command
 from fkv import _bench, _demo, _report
 from test_cli import blocked, invoke
 
@@ -36,6 +37,68 @@ def test_fit_finds_a_line():
     assert line["rate_gb_s"] == pytest.approx(4000)
     assert line["half_fixed_bytes"] == pytest.approx(8e6)
     assert line["worst_relative_error"] == pytest.approx(0, abs=1e-9)
+
+
+def test_fits_take_the_grid_of_the_first_geometry_and_what_is_changed_from_it():
+    def row(geometry, total_ctx, who="triton", **changes):
+        size = _bench.moved_bytes(geometry, total_ctx, total_ctx)
+        times = {"cold_us": {"median": 2 + size / 4e6}, "memory_gb_s": 5000.0}
+        return {"who": who, **geometry._asdict(), "total_ctx": total_ctx, "bytes": size} | (
+            times | changes
+        )
+
+    first, other = _bench.GEOMETRIES[:2]
+    wrong = row(first, 64)
+    del wrong["cold_us"]
+    report = {
+        "rows": [*(row(first, t) for t in (1, 16, 4096)), wrong, row(other, 16, bytes=1.0)],
+        "scaling": [row(_bench.SCALED[0], 4096), row(_bench.SCALED[0], 4096, "pallas")],
+    }
+    found = _bench.fits(report, ["triton", "pallas"])
+    assert set(found) == {"triton"}  # one row is no line
+    line = found["triton"]
+    assert line["worst_relative_error"] == pytest.approx(0, abs=1e-9)
+    assert line["share_of_copy"] == pytest.approx(0.8)
+    assert line["half_fixed_tokens"] == pytest.approx(8e6 / (2 * 5 * 2048 * 2 + 128 * 4))
+
+
+@pytest.mark.parametrize("times", [[2.0, 2.0, 2.0], [2.2, 2.1, 2.0]])
+def test_a_time_that_does_not_grow_has_no_rate(times):
+    assert _bench.fit([1e4, 2e4, 4e4], times) is None
+
+
+def test_spread():
+    assert _bench.spread(range(11)) == {"median": 5, "p10": 1, "p90": 9}
+
+
+@pytest.mark.parametrize(("moved", "runs"), [(1, 50), (6 * 10**9, 20), (10**12, 10)])
+def test_runs(moved, runs):
+    assert _bench.runs_for(moved) == runs
+
+
+@pytest.mark.parametrize(
+    ("kernels", "times"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], [3.0, 7.0]),
+        ([1.0, 2.0], [1.0, 2.0]),
+        ([1.0, 2.0, 3.0], [3.0]),  # 3 kernels of 2 calls
+        ([1.0], [0.5]),
+        ([], [0.0]),
+    ],
+)
+def test_times_of_two_calls(kernels, times):
+    assert _bench.per_call(kernels, 2) == times
+
+
+def test_share_and_words_of_a_row():
+    row = {"who": "triton", "total_ctx": 3, "right": False, "same_v": True, "worst": 1.5}
+    assert "wrong 1.5000" in str(_report.timed_cells(row)[-1])
+    assert "wrong inf" in str(_report.timed_cells(row | {"worst": None})[-1])
+    assert str(_report.timed_cells(row | {"right": None})[-1]) == "-"
+    times = {"median": 2.0, "p10": 1.0, "p90": 3.0}
+    row |= {"right": True, "cold_us": times, "hot_us": times, "launches": 1}
+    cells = _report.timed_cells(row | {"worst": 0.5, "gb_s": 4000.0, "share_of_copy": 0.8})
+    assert cells == ["3", "triton", "2.0", "1.0 3.0", "4000", "0.80", "2.0", "", "1", "0.5000"]
 
 
 def test_kernels_between_clears():
@@ -74,6 +137,64 @@ def test_a_wrong_result_has_no_time(monkeypatch, tmp_path):
     assert not any(row["right"] or "cold_us" in row for row in rows)
 
 
+@pytest.mark.skipif(ON_GPU, reason="there the check is another one")
+@pytest.mark.parametrize("worst", [float("inf"), float("nan")])
+def test_an_error_without_a_number_is_null(monkeypatch, tmp_path, worst):
+    path = tmp_path / "out.json"
+    monkeypatch.setattr(_demo, "worst_error", lambda *_: worst)
+    status, output = invoke("bench", *SMALL, "--json", str(path))
+    assert status == 1
+    assert f"wrong {worst}" in output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["worst"], row["right"]) for row in rows] == [(None, False)] * 2
+
+
+@pytest.mark.skipif(ON_GPU, reason="torch must see none")
+def test_a_gpu_that_torch_does_not_see_is_not_timed(monkeypatch):
+    diagnose = command.diagnose
+
+    def as_if(backend, installed):
+        found = diagnose(backend, installed)
+        return found._replace(kernel="compiled") if backend.name == "pallas" else found
+
+    monkeypatch.setattr(command, "diagnose", as_if)
+    status, output = invoke("bench", *SMALL)
+    assert status == 0, output
+    assert "jax sees a GPU, torch does not, and the timer is torch's" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ((), _bench.PEER_CTX),
+        (("--total-ctx", "64"), [64]),
+        (("--total-ctx", "64", "--no-peers"), ()),
+    ],
+)
+def test_peers_are_asked_at_the_sizes_named(monkeypatch, options, asked):
+    seen = []
+
+    def time_all(geometries, tokens, backends, peers_at, sglang):
+        seen.append(peers_at)
+        return {"rows": []}
+
+    compiled = command.diagnose(command.BACKENDS["triton"], [])._replace(kernel="compiled")
+    monkeypatch.setattr(command, "diagnose", lambda *_: compiled)
+    monkeypatch.setattr(command, "gpus", lambda _: ["a GPU"])
+    monkeypatch.setattr(command, "time_all", time_all)
+    assert invoke("bench", *options)[0] == 0
+    assert seen == [asked]
+
+
+def test_json_that_can_not_be_written_is_said_before_measuring(monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "diagnose", lambda *_: pytest.fail("too late"))
+    status, output = invoke("bench", "--json", str(tmp_path))
+    assert status == 2
+    assert "expected a file that can be written, got" in output
+    assert "(Is a directory)" in output
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -98,6 +219,7 @@ def test_a_geometry_that_pallas_does_not_take_is_not_wrong(tmp_path):
     assert rows["triton"]["right"]
     assert rows["pallas"]["right"] is None
     assert 'backend="triton"' in rows["pallas"]["note"]
+    assert "pallas: `" in output  # the reason is said, too
 
 
 def test_without_torch():
@@ -110,7 +232,7 @@ def test_without_torch():
 def test_json_is_whole_or_not_there(tmp_path):
     with pytest.raises(TypeError):
         _report.write_json({"bad": object()}, tmp_path / "out.json")
-    assert not (tmp_path / "out.json").exists()
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
@@ -122,3 +244,21 @@ def test_a_small_run(tmp_path):
         assert row["launches"] == 1, row
         assert 0 < row["hot_us"]["median"] < row["cold_us"]["p90"] * 2
         assert row["share_of_copy"] > 0
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_a_small_run_with_peers(tmp_path):
+    path = tmp_path / "out.json"
+    arguments = ("--geometry", "2,2,64,64", "--total-ctx", "16", "--total-ctx", "64")
+    status, output = invoke("bench", *arguments, "--json", str(path))
+    assert status == 0, output
+    report = json.loads(path.read_text())
+    peers = {"torch eager", "torch.compile"}
+    for row in report["rows"]:
+        assert row["cold_us"]["median"] > 0
+        assert row["launches"] == 1 or row["who"] in peers | {"jax.jit"}, row
+        assert ("replay_us" in row) == (row["who"] not in ("pallas", "jax.jit")), row
+    for total_ctx in (16, 64):
+        assert peers <= {row["who"] for row in report["rows"] if row["total_ctx"] == total_ctx}
+    assert {row["total_ctx"] for row in report["host"]} == {1, 16}
+    assert all(row["us"]["median"] > 0 for row in report["host"])
