@@ -1,7 +1,7 @@
 """fkv: the context KV cache of a speculative-decoding draft model, in one kernel."""
 
 from fkv import reference
-from fkv._api import materialize, warmup
+from fkv._api import materialize, warmup, write_cache
 
-__all__ = ["materialize", "reference", "warmup"]
+__all__ = ["materialize", "reference", "warmup", "write_cache"]
 __version__ = "0.1.0"

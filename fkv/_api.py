@@ -6,8 +6,23 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from fkv._backends import choose, load
-from fkv._frameworks import carry_back, carry_in, framework_of, spec_of
-from fkv._spec import as_sizes, check_overlap, check_values
+from fkv._frameworks import (
+    cache_spec_of,
+    carry_back,
+    carry_in,
+    framework_of,
+    join_caches,
+    spec_of,
+    split_caches,
+)
+from fkv._spec import (
+    MATERIALIZE,
+    as_sizes,
+    cache_arguments,
+    check_cache_values,
+    check_overlap,
+    check_values,
+)
 
 
 def materialize(
@@ -69,14 +84,94 @@ def materialize(
     Source: SGLang, python/sglang/kernels/ops/speculative/fused_kv_materialize.py.
     """
     arrays = (kv, k_norm_weight, eps, cos_sin_cache, positions, k_out, v_out)
-    home = framework_of(arrays)
+    home = framework_of(arrays, MATERIALIZE)
     chosen = choose(home.name, backend)
     sizes = as_sizes(num_kv_heads, head_dim, rotary_dim)
-    spec = spec_of(home, home.signature(arrays), *sizes)
-    check_overlap(spec, home.pointers(arrays))
+    spec = spec_of(home, home.signature(arrays, MATERIALIZE), *sizes)
+    check_overlap(spec, home.pointers(arrays, MATERIALIZE))
     check_values(spec, *home.values(spec, eps, positions))
     results = load(chosen).run(spec, *carry_in(arrays, spec, home, chosen.framework))
-    return carry_back(results, arrays, home)
+    k, v = carry_back(results, arrays, spec, home)
+    return k, v
+
+
+def write_cache(
+    kv: Any,
+    k_norm_weight: Any,
+    eps: Any,
+    cos_sin_cache: Any,
+    positions: Any,
+    k_cache: Any,
+    v_cache: Any,
+    slot_mapping: Any,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    rotary_dim: int | None = None,
+    *,
+    commit_lens: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    layout: Literal["NHD", "HND"] = "NHD",
+    backend: Literal["triton", "pallas"] | None = None,
+) -> tuple[Any, Any]:
+    """Turn the stacked KV projection into context KV where it belongs: the slots of a cache.
+
+    With k and v as :func:`materialize` defines them, before its rounding, slot = slot_mapping[t],
+    page = slot // page_size and offset = slot % page_size::
+
+        k_cache[l, page, offset, h] = round(k[l, t, h] / k_scale[l])
+        v_cache[l, page, offset, h] = round(v[l, t, h] / v_scale[l])
+
+    in one launch for all layers. No other cell of the caches is read or written.
+
+    Args:
+        kv, k_norm_weight, eps, cos_sin_cache, positions, num_kv_heads, head_dim, rotary_dim,
+            backend: those of :func:`materialize`.
+        k_cache, v_cache: of one shape, bfloat16, float16, float32, float8_e4m3fn or float8_e5m2:
+
+            - flat, [L, num_slots, H, D];
+            - paged, [L, num_pages, page_size, H, D], or with layout="HND"
+              [L, num_pages, H, page_size, D];
+            - or a list of L arrays of such a shape without L.
+
+            torch tensors are written in place; the last dim is contiguous, the others may be
+            strided, in the same way in each layer. jax arrays are immutable, see Returns.
+        slot_mapping: [T], or [L, T] with a map of its own for each layer; int32 or int64. A
+            negative slot skips its token, whose position and kv may then be anything. If two
+            tokens have one slot, one of them is there afterwards, in each head; which is not said.
+        commit_lens: [B], int32 or int64: slot_mapping is then [B, W] with B*W = T, and only the
+            first commit_lens[b] tokens of row b are written.
+        k_scale, v_scale: [L], float32, with float8 caches only; None is 1. Values are divided,
+            clamped to the largest finite one with NaN kept, and rounded to nearest even.
+        layout: of a page: tokens before heads ("NHD"), or heads before tokens ("HND").
+
+    Returns:
+        (k_cache, v_cache): in torch the same objects. In jax new arrays; under jax.jit they take
+        the memory of the old ones where those are donated, else XLA copies the caches first.
+
+    Raises:
+        What :func:`materialize` raises. ValueError on the host also for a slot at or past the
+        capacity of the caches, a count outside of the window, a scale that is not finite and above
+        0. On a GPU such a slot is not written, and such a scale makes its layer's rows NaN.
+        NotImplementedError: lists of caches with backend="pallas".
+
+    Source: SGLang, python/sglang/kernels/ops/speculative/dspark/fused_kv_write.py.
+    """
+    caches, counts = split_caches(k_cache, v_cache)
+    arguments = cache_arguments(*counts)
+    where = (slot_mapping, commit_lens, k_scale, v_scale)
+    arrays = (kv, k_norm_weight, eps, cos_sin_cache, positions, *where, *caches)
+    home = framework_of(arrays, arguments)
+    chosen = choose(home.name, backend)
+    sizes = as_sizes(num_kv_heads, head_dim, rotary_dim)
+    spec = cache_spec_of(home, arguments, home.signature(arrays, arguments), layout, *sizes)
+    check_overlap(spec, home.pointers(arrays, arguments))
+    check_cache_values(spec, *home.values(spec, eps, positions, *where))
+    results = load(chosen).write(spec, *carry_in(arrays, spec, home, chosen.framework))
+    results = carry_back(results, arrays, spec, home)
+    if home.name == "torch":
+        return k_cache, v_cache
+    return join_caches(results, counts)
 
 
 def warmup(
@@ -107,7 +202,8 @@ def warmup(
     Raises:
         What :func:`materialize` raises for these arrays.
     """
-    home = framework_of((k_norm_weight, k_norm_weight, eps, cos_sin_cache, eps, None, None))
+    arrays = (k_norm_weight, k_norm_weight, eps, cos_sin_cache, eps, None, None)
+    home = framework_of(arrays, MATERIALIZE)
     n_layers, head_dim = k_norm_weight.shape
     positions_dtype = positions_dtype or ("int64" if home.name == "torch" else "int32")
     for tokens in total_ctx:

@@ -15,10 +15,20 @@ from typing import Any
 import numpy as np
 
 from fkv._errors import sentence
-from fkv._spec import INPUTS, OUTPUTS, Layout, Spec, make_spec
+from fkv._spec import (
+    CACHES,
+    INPUTS,
+    MATERIALIZE,
+    OPTIONAL,
+    OUTPUTS,
+    Arguments,
+    Layout,
+    Spec,
+    make_cache_spec,
+    make_spec,
+)
 
-NAMES = INPUTS + OUTPUTS
-CONSTANTS = ("k_norm_weight", "eps", "cos_sin_cache")  # of a model, the same in every call
+CONSTANTS = ("k_norm_weight", "eps", "cos_sin_cache", "k_scale", "v_scale")  # of a model, the same in every call
 ALIGNMENT = 256  # bytes, that Mosaic GPU wants of every buffer, and XLA gives its own
 
 
@@ -32,15 +42,13 @@ class Torch:
         return torch is not None and isinstance(array, torch.Tensor)
 
     @staticmethod
-    def signature(tensors: Sequence[Any]) -> tuple:
+    def signature(tensors: Sequence[Any], arguments: Arguments) -> tuple:
         """All that a Spec follows from, as fast as it can be had."""
-        kv, _, _, _, _, k_out, v_out = tensors
-        if (
-            kv.requires_grad
-            or (k_out is not None and k_out.requires_grad)
-            or (v_out is not None and v_out.requires_grad)
-        ):
-            _refuse_gradient(tensors)
+        if tensors[0].requires_grad:
+            _refuse_gradient(tensors, arguments)
+        for x in tensors[arguments.num_inputs :]:
+            if x is not None and x.requires_grad:
+                _refuse_gradient(tensors, arguments)
         try:
             return tuple(
                 [
@@ -49,14 +57,14 @@ class Torch:
                 ]
             )
         except RuntimeError:  # a layout without strides
-            _refuse_sparse(tensors)
+            _refuse_sparse(tensors, arguments)
             raise
 
     @staticmethod
-    def layouts(signature: tuple) -> tuple[Layout | None, ...]:
+    def layouts(signature: tuple, arguments: Arguments) -> tuple[Layout | None, ...]:
         """What the rules look at; values that are not in memory are refused."""
         layouts = []
-        for name, one in zip(NAMES, signature, strict=True):
+        for name, one in zip(arguments.names, signature, strict=True):
             if one is None:
                 layouts.append(None)
                 continue
@@ -69,12 +77,12 @@ class Torch:
         return tuple(layouts)
 
     @staticmethod
-    def pointers(tensors: Sequence[Any]) -> tuple[int | None, ...]:
+    def pointers(tensors: Sequence[Any], arguments: Arguments) -> tuple[int | None, ...]:
         """The address of each."""
         try:
             return tuple([None if x is None else x.data_ptr() for x in tensors])
         except RuntimeError as error:
-            _refuse_sparse(tensors)
+            _refuse_sparse(tensors, arguments)
             expected, got = "tensors with their values in memory", "one inside a torch transform"
             cure = "call outside of torch.vmap and torch.func"
             raise TypeError(sentence("kv", expected, got, cure)) from error
@@ -82,7 +90,9 @@ class Torch:
     @staticmethod
     def values(spec: Spec, *tensors: Any) -> list[np.ndarray | None]:
         """The values of each where they are on the host, without a copy."""
-        return [x.detach().numpy() if spec.device == "cpu" else None for x in tensors]
+        if spec.device != "cpu":
+            return [None] * len(tensors)
+        return [None if x is None else x.detach().numpy() for x in tensors]
 
     @staticmethod
     def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
@@ -110,12 +120,12 @@ class Jax:
         return jax is not None and isinstance(array, jax.Array)
 
     @staticmethod
-    def signature(arrays: Sequence[Any]) -> tuple:
+    def signature(arrays: Sequence[Any], arguments: Arguments) -> tuple:
         """All that a Spec follows from, as fast as it can be had."""
         import jax.core
 
         tracer, signature = jax.core.Tracer, []
-        for name, x in zip(NAMES, arrays, strict=True):
+        for name, x in zip(arguments.names, arrays, strict=True):
             if x is None:
                 signature.append(None)
             elif isinstance(x, tracer):
@@ -129,10 +139,10 @@ class Jax:
         return tuple(signature)
 
     @staticmethod
-    def layouts(signature: tuple) -> tuple[Layout | None, ...]:
+    def layouts(signature: tuple, arguments: Arguments) -> tuple[Layout | None, ...]:
         """What the rules look at; what is not on one device is refused."""
         layouts = []
-        for name, one in zip(NAMES, signature, strict=True):
+        for name, one in zip(arguments.names, signature, strict=True):
             if one is None:
                 layouts.append(None)
                 continue
@@ -146,7 +156,7 @@ class Jax:
         return tuple(layouts)
 
     @staticmethod
-    def pointers(arrays: Sequence[Any]) -> tuple[None, ...]:
+    def pointers(arrays: Sequence[Any], arguments: Arguments) -> tuple[None, ...]:
         """None, as jax arrays are immutable: no output can overlap them."""
         return (None,) * len(arrays)
 
@@ -155,7 +165,7 @@ class Jax:
         """The values of each where they are on the host, no copy; traced ones are nowhere."""
         if spec.device and not spec.device.startswith("cpu"):
             return [None] * len(arrays)
-        return [np.asarray(x) if _is_on_host(x) else None for x in arrays]
+        return [np.asarray(x) if x is not None and _is_on_host(x) else None for x in arrays]
 
     @staticmethod
     def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
@@ -174,33 +184,31 @@ class Jax:
 Framework = Torch | Jax
 FRAMEWORKS: tuple[Framework, ...] = (Torch(), Jax())
 
-_homes: dict[tuple[type, ...], Framework] = {}  # of types that have been seen together
+_homes: dict[tuple[type, ...], Framework] = {}  # of types that have been seen together: more than
+# MATERIALIZE has are of a cache, so that the number of them tells which may be NoneType
 
 
-def framework_of(arrays: Sequence[Any]) -> Framework:
-    """The one framework of all arrays, which come in the order of NAMES."""
+def framework_of(arrays: Sequence[Any], arguments: Arguments) -> Framework:
+    """The one framework of all arrays."""
     types = tuple(map(type, arrays))
     home = _homes.get(types)
     if home is None:
-        home = _framework_of(arrays)
+        home = _framework_of(arrays, arguments)
         if not any(map(_is_traced, arrays)):  # whose type does not say it all
             _homes[types] = home
     return home
 
 
-def _framework_of(arrays: Sequence[Any]) -> Framework:
+def _framework_of(arrays: Sequence[Any], arguments: Arguments) -> Framework:
     home = next((framework for framework in FRAMEWORKS if framework.owns(arrays[0])), None)
     if home is None:
         got = _type_name(arrays[0])
         cure = "torch.from_numpy(kv) or jax.numpy.asarray(kv)" if "numpy" in got else ""
         raise TypeError(sentence("kv", "a torch.Tensor or a jax.Array", got, cure))
-    for name, array in zip(NAMES, arrays, strict=True):
-        if home.owns(array):
-            if name in OUTPUTS and home.name == "jax":
-                raise TypeError(_output_with_jax(name, array))
-        elif name in OUTPUTS and home.name == "jax" and array is not None:
+    for name, array in zip(arguments.names, arrays, strict=True):
+        if name in OUTPUTS and home.name == "jax" and array is not None:
             raise TypeError(_output_with_jax(name, array))
-        elif not (array is None and name in OUTPUTS):
+        if not home.owns(array) and not (array is None and name in OPTIONAL):
             raise TypeError(_wrong_kind(name, array, home, arrays[0]))
     return home
 
@@ -208,70 +216,116 @@ def _framework_of(arrays: Sequence[Any]) -> Framework:
 @functools.lru_cache(maxsize=4096)
 def spec_of(home: Framework, signature: tuple, *sizes: int | None) -> Spec:
     """The one Spec of arrays with this signature: after the first call a look-up."""
-    return make_spec(home.name, home.layouts(signature), *sizes)
+    return make_spec(home.name, home.layouts(signature, MATERIALIZE), *sizes)
+
+
+@functools.lru_cache(maxsize=4096)
+def cache_spec_of(
+    home: Framework, arguments: Arguments, signature: tuple, layout: str, *sizes: int | None
+) -> Spec:
+    """The same of write_cache."""
+    layouts = home.layouts(signature, arguments)
+    return make_cache_spec(home.name, arguments, layouts, layout, *sizes)
+
+
+def split_caches(k_cache: Any, v_cache: Any) -> tuple[list[Any], tuple[int | None, int | None]]:
+    """All arrays, and how many of each are in a sequence; None for one of all layers."""
+    arrays, counts = [], []
+    for name, cache in zip(CACHES, (k_cache, v_cache), strict=True):
+        is_sequence = isinstance(cache, list | tuple)
+        if is_sequence and not cache:
+            raise ValueError(sentence(name, "an array a layer, or one of all", "none"))
+        arrays += cache if is_sequence else [cache]
+        counts.append(len(cache) if is_sequence else None)
+    if (counts[0] is None) != (counts[1] is None):
+        expected = ("one array of all layers" if counts[0] is None else "a sequence of arrays")
+        raise TypeError(sentence("v_cache", f"{expected} as `k_cache` is", _type_name(v_cache)))
+    return arrays, (counts[0], counts[1])
+
+
+def join_caches(results: Sequence[Any], counts: tuple[int | None, int | None]) -> tuple[Any, Any]:
+    """As they were given: one of all layers each, or a list each."""
+    if counts[0] is None:
+        return results[0], results[1]
+    return list(results[: counts[0]]), list(results[counts[0] :])
 
 
 def carry_in(arrays: Sequence[Any], spec: Spec, home: Framework, framework: str) -> Sequence[Any]:
     """The arrays as `framework` sees them: themselves, or the same memory through DLPack.
 
-    An output that cannot be lent becomes None; carry_back copies its result instead.
+    k_out or v_out that cannot be lent becomes None; carry_back copies its result instead.
     """
     if home.name == framework:
         return arrays
     return _torch_to_jax(arrays, spec) if home.name == "torch" else _jax_to_torch(arrays, spec)
 
 
-def carry_back(results: Sequence[Any], arrays: Sequence[Any], home: Framework) -> tuple[Any, Any]:
+def carry_back(
+    results: Sequence[Any], arrays: Sequence[Any], spec: Spec, home: Framework
+) -> Sequence[Any]:
     """The results as arrays of the caller's framework, in the outputs that were given."""
-    k, v = results
-    if home.owns(k):
-        return k, v
+    if home.owns(results[0]):
+        return results
     if home.name == "jax":
-        return _to_jax(k, arrays[0]), _to_jax(v, arrays[0])
-    k_out, v_out = arrays[len(INPUTS) :]
-    return _to_torch(k, k_out), _to_torch(v, v_out)
+        return _to_jax(results, arrays[0])
+    given = arrays[spec.arguments.num_inputs :]
+    return tuple(map(_to_torch, results, given))
 
 
 def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
+    names, num_inputs = spec.arguments
+    inputs, outputs = list(arrays[:num_inputs]), arrays[num_inputs:]
     # jax has no strides: what is not contiguous would have to be copied.
-    for name, tensor in zip(INPUTS, arrays, strict=False):
+    for name, tensor in zip(names, inputs, strict=False):
+        if tensor is None:
+            continue
         if not tensor.is_contiguous():
             got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
             cure = f'{name}.contiguous(), or backend="triton"'
             raise ValueError(sentence(name, 'a contiguous tensor for backend="pallas"', got, cure))
-        converted = name == "positions" and spec.positions_dtype == "int64"
-        if not (_is_aligned(tensor) or converted):
-            expected = f'memory aligned to {ALIGNMENT} bytes for backend="pallas" on a GPU'
-            got = f"a view {tensor.data_ptr() % ALIGNMENT} bytes past that"
-            raise ValueError(sentence(name, expected, got, f'{name}.clone(), or backend="triton"'))
-    for name, out in zip(OUTPUTS, arrays[len(INPUTS) :], strict=True):
+        if not (_is_aligned(tensor) or _is_int64(tensor)):  # which is converted
+            _refuse_unaligned(name, tensor, f"{name}.clone(), or ")
+    for name, out in zip(names[num_inputs:], outputs, strict=True):
         if out is not None and out.is_inference() and not _in_inference_mode():
             expected = 'no inference tensor for backend="pallas" outside of torch.inference_mode()'
             raise ValueError(sentence(name, expected, "one", 'backend="triton" takes it'))
+        if spec.cache is not None and not out.is_contiguous():  # a copy would be of the whole cache
+            got = f"strides {list(out.stride())} for shape {list(out.shape)}"
+            expected = 'a contiguous tensor for backend="pallas"'
+            raise ValueError(sentence(name, expected, got, 'backend="triton" takes it'))
+        if spec.cache is not None and not _is_aligned(out):
+            _refuse_unaligned(name, out)
     import jax
 
-    kv, *constants, positions = arrays[: len(INPUTS)]
-    if spec.positions_dtype == "int64":
-        # jax would keep the low 32 bits. Clamped, a position outside the table stays outside.
-        positions = positions.clamp(-1, spec.table_rows).int()
+    # jax would keep the low 32 bits. Clamped, what is outside of its range stays outside.
+    ranges = {"positions": (-1, spec.table_rows)}
+    if spec.cache is not None:
+        ranges["slot_mapping"] = (-1, spec.cache.num_slots)
+        ranges["commit_lens"] = (0, spec.cache.window)
+    for i, name in enumerate(names[:num_inputs]):
+        if name in ranges and _is_int64(inputs[i]):
+            inputs[i] = inputs[i].clamp(*ranges[name]).int()
     if spec.device == "cpu":  # jax would write into copies of the outputs
-        inputs = (kv, *constants, positions)
-        return [jax.dlpack.from_dlpack(x.detach()) for x in inputs] + [None, None]
+        lent = [None if x is None else jax.dlpack.from_dlpack(x.detach()) for x in inputs]
+        if spec.cache is None:
+            return [*lent, None, None]
+        return [*lent, *(jax.dlpack.from_dlpack(x.detach()) for x in outputs)]
     if jax.default_backend() != "gpu":
         expected, got = f"jax with CUDA, as `kv` is on {spec.device}", "jax without it"
         raise ImportError(sentence("backend", expected, got, "pip install 'jax[cuda13]'"))
     import torch
 
-    ready = torch.cuda.current_stream(kv.device).record_event(_event(get_ident(), kv.device))
-    return [
-        jax.dlpack.from_dlpack(_Lent(kv, ready)),
-        *[_lent_constant(x, ready) for x in constants],
-        jax.dlpack.from_dlpack(_Lent(positions, ready)),
-        *[
-            jax.dlpack.from_dlpack(_Lent(x, ready)) if x is not None and _is_lendable(x) else None
-            for x in arrays[len(INPUTS) :]
-        ],
-    ]
+    device = arrays[0].device
+    ready = torch.cuda.current_stream(device).record_event(_event(get_ident(), device))
+    lent = []
+    for name, x in zip(names, (*inputs, *outputs), strict=True):
+        if x is None or (name in OUTPUTS and not _is_lendable(x)):
+            lent.append(None)
+        elif name in CONSTANTS:
+            lent.append(_lent_constant(x, ready))
+        else:
+            lent.append(jax.dlpack.from_dlpack(_Lent(x, ready)))
+    return lent
 
 
 class _Lent:
@@ -341,6 +395,16 @@ def _in_inference_mode() -> bool:
     return torch.is_inference_mode_enabled()
 
 
+def _is_int64(tensor: Any) -> bool:
+    return tensor is not None and str(tensor.dtype) == "torch.int64"
+
+
+def _refuse_unaligned(name: str, tensor: Any, cure: str = "") -> None:
+    expected = f'memory aligned to {ALIGNMENT} bytes for backend="pallas" on a GPU'
+    got = f"a view {tensor.data_ptr() % ALIGNMENT} bytes past that"
+    raise ValueError(sentence(name, expected, got, f'{cure}backend="triton"'))
+
+
 def _is_aligned(tensor: Any) -> bool:
     return not tensor.is_cuda or tensor.data_ptr() % ALIGNMENT == 0
 
@@ -363,7 +427,8 @@ def _to_torch(result: Any, given: Any) -> Any:
 def _jax_to_torch(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
     import torch
 
-    for name, array in zip(NAMES, arrays, strict=True):
+    names, num_inputs = spec.arguments
+    for name, array in zip(names, arrays, strict=True):
         if _is_traced(array):
             cure = 'inside jax.jit use backend="pallas", or call outside of it'
             expected = 'an array with values for backend="triton"'
@@ -372,37 +437,40 @@ def _jax_to_torch(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
         expected, got = f"torch with CUDA, as `kv` is on {spec.device}", "torch without it"
         raise ImportError(sentence("backend", expected, got, "pip install torch, its CUDA build"))
     tensors = [None if array is None else torch.from_dlpack(array) for array in arrays]
-    for name, tensor in zip(INPUTS, tensors, strict=False):
+    for name, tensor in zip(names, tensors, strict=True):
         if tensor is not None and not tensor.is_contiguous():  # whose strides the Spec has not seen
             expected = 'an array in row-major layout for backend="triton"'
             got = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
             raise ValueError(sentence(name, expected, got, 'backend="pallas" takes any layout'))
-    return tensors
+    # jax arrays are immutable: the caches are copied, and the copies written to.
+    copies = [None if x is None else x.clone() for x in tensors[num_inputs:]]
+    return [*tensors[:num_inputs], *copies]
 
 
-def _to_jax(result: Any, kv: Any) -> Any:
+def _to_jax(results: Sequence[Any], kv: Any) -> Sequence[Any]:
     import jax
     import torch
 
-    if result.is_cuda:
+    if results[0].is_cuda:
         # jax frees what it lent as soon as torch lets go of it, so torch must be done with it.
-        torch.cuda.current_stream(result.device).synchronize()
-    return jax.dlpack.from_dlpack(result, device=kv.device)
+        torch.cuda.current_stream(results[0].device).synchronize()
+    return tuple(jax.dlpack.from_dlpack(result, device=kv.device) for result in results)
 
 
-def _refuse_gradient(tensors: Sequence[Any]) -> None:
+def _refuse_gradient(tensors: Sequence[Any], arguments: Arguments) -> None:
     import torch
 
-    for name, tensor in zip(NAMES, tensors, strict=True):
-        if torch.is_grad_enabled() and name not in CONSTANTS and tensor.requires_grad:
+    for name, tensor in zip(arguments.names, tensors, strict=True):
+        needs_gradient = tensor is not None and tensor.requires_grad
+        if torch.is_grad_enabled() and name not in CONSTANTS and needs_gradient:
             cure = f"no gradient is computed: {name}.detach(), or call under torch.no_grad()"
             raise ValueError(
                 sentence(name, "a tensor that needs no gradient", "requires_grad=True", cure)
             )
 
 
-def _refuse_sparse(tensors: Sequence[Any]) -> None:
-    for name, tensor in zip(NAMES, tensors, strict=True):
+def _refuse_sparse(tensors: Sequence[Any], arguments: Arguments) -> None:
+    for name, tensor in zip(arguments.names, tensors, strict=True):
         if tensor is not None and "strided" not in str(tensor.layout):
             expected, got = "a strided tensor", f"layout {tensor.layout}"
             raise TypeError(sentence(name, expected, got)) from None

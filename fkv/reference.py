@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["error_bound", "materialize", "worst_error"]
+__all__ = ["error_bound", "materialize", "place", "quantize", "worst_error", "write_cache"]
 
 # dtype -> significand bits, smallest normal exponent, largest finite value
 _FORMATS = {
     "bfloat16": (8, -126, float.fromhex("0x1.fep127")),
     "float16": (11, -14, 65504.0),
     "float32": (24, -126, float.fromhex("0x1.fffffep127")),
+    "float8_e4m3fn": (4, -6, 448.0),
+    "float8_e5m2": (3, -14, 57344.0),
 }
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # saturate
 _U = 2.0**-24  # unit roundoff of float32
 _TINY = 2.0**-126  # smallest normal float32: below, a GPU may flush to zero
 
@@ -39,6 +42,74 @@ def materialize(
     return np.concatenate(rotated, axis=-1), v
 
 
+def write_cache(
+    kv: ArrayLike,
+    k_norm_weight: ArrayLike,
+    eps: ArrayLike,
+    cos_sin_cache: ArrayLike,
+    positions: ArrayLike,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    slot_mapping: ArrayLike,
+    *,
+    commit_lens: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    layout: str = "NHD",
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the caches hold after :func:`fkv.write_cache`: k_cache in float64, before its rounding.
+
+    The caches, stacked, are not changed. Of tokens with one slot the last one stays.
+    """
+    k, v = materialize(kv, k_norm_weight, eps, cos_sin_cache, positions)
+    where = dict(slot_mapping=slot_mapping, commit_lens=commit_lens, layout=layout)
+    if k_cache.dtype.name in _FLOAT8:
+        k = _clamped(k / _scale(k_scale), k_cache.dtype.name)
+    v = v if v.dtype == v_cache.dtype else quantize(v, v_scale, v_cache.dtype)
+    return place(k, k_cache.astype(np.float64), **where), place(v, v_cache, **where)
+
+
+def quantize(values: ArrayLike, scale: ArrayLike | None, dtype: Any) -> np.ndarray:
+    """[L, ...] in `dtype`: in float8 divided by scale [L] in float32, and clamped, NaN kept."""
+    values, dtype = np.asarray(values).astype(np.float32), np.dtype(dtype)
+    if dtype.name not in _FLOAT8:
+        with np.errstate(over="ignore"):
+            return values.astype(dtype)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        values = (values / np.float32(_scale(scale))).astype(np.float32)
+    rounded = _clamped(values, dtype.name).astype(dtype)
+    rounded.view(np.uint8)[np.isnan(values)] = 0x7F
+    return rounded
+
+
+def place(
+    values: np.ndarray,
+    cache: np.ndarray,
+    slot_mapping: ArrayLike,
+    commit_lens: ArrayLike | None = None,
+    layout: str = "NHD",
+) -> np.ndarray:
+    """A copy of a stacked cache with values [L, T, H, D] in their slots, by plain loops."""
+    cache, slots = cache.copy(), np.asarray(slot_mapping).astype(np.int64)
+    if commit_lens is not None:
+        columns = np.arange(slots.shape[1])
+        slots = np.where(columns < np.asarray(commit_lens)[:, None], slots, -1).ravel()
+    n_layers, total_ctx = values.shape[:2]
+    slots = np.broadcast_to(slots, (n_layers, total_ctx))
+    is_flat = cache.ndim == 4
+    page_size = 1 if is_flat else cache.shape[2 if layout == "NHD" else 3]
+    for layer, token in np.ndindex(n_layers, total_ctx):
+        page, offset = divmod(int(slots[layer, token]), page_size)
+        if 0 <= page < cache.shape[1]:
+            if is_flat:
+                cache[layer, page] = values[layer, token]
+            elif layout == "NHD":
+                cache[layer, page, offset] = values[layer, token]
+            else:
+                cache[layer, page, :, offset] = values[layer, token]
+    return cache
+
+
 def error_bound(
     kv: ArrayLike,
     k_norm_weight: ArrayLike,
@@ -46,6 +117,7 @@ def error_bound(
     cos_sin_cache: ArrayLike,
     positions: ArrayLike,
     dtype: str,
+    k_scale: ArrayLike | None = None,
 ) -> np.ndarray:
     """The largest |kernel - exact| of K that float32 and one rounding to `dtype` explain.
 
@@ -58,6 +130,8 @@ def error_bound(
       beside the result where the two cancel.
     - float32 flushed to zero below 2**-126: the squares, beside mean + eps, and the products.
     - the store: half a unit in the last place of `dtype` at the result.
+    - float8: all of that divided by k_scale [L], and the division's own u before the store;
+      clamping moves no value away from another.
 
     Infinite where the sum of squares leaves float32's range (values of about 1e18 and more, where
     the kernels return 0) and where the result, rounded up, leaves that of `dtype`.
@@ -80,6 +154,10 @@ def error_bound(
         flushed = _TINY * weight * (1 + 1 / np.sqrt(mean + eps))
         noise = (delta + 2 * _U) * rotated(np.abs(k)) + rotated(flushed + 0 * k) + 2 * _TINY
         noise = np.where(dim * mean < _FORMATS["float32"][2], noise, np.inf)
+        if dtype in _FLOAT8:
+            exact, noise = exact / _scale(k_scale), noise / _scale(k_scale)
+            noise = noise + _U * (np.abs(exact) + noise) + _TINY
+            return noise + _half_ulp(_clamped(np.abs(exact) + noise, dtype), dtype)
         return noise + _half_ulp(np.abs(exact) + noise, dtype)
 
 
@@ -117,6 +195,19 @@ def _normed(
     rows = table[np.where(inside, positions, 0)][None, :, None, :]
     half = table.shape[1] // 2
     return k, v, rows[..., :half], rows[..., half:], mean
+
+
+def _scale(scale: ArrayLike | None) -> Any:
+    """Of each layer, beside [L, T, H, D]; NaN for what is no scale."""
+    if scale is None:
+        return 1.0
+    scale = np.asarray(scale, np.float64)[:, None, None, None]
+    return np.where((scale > 0) & np.isfinite(scale), scale, np.nan)
+
+
+def _clamped(values: np.ndarray, dtype: str) -> np.ndarray:
+    largest = _FORMATS[dtype][2]
+    return np.clip(values, -largest, largest)
 
 
 def _half_ulp(value: np.ndarray, dtype: str) -> np.ndarray:

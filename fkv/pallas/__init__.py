@@ -1,5 +1,5 @@
 """The Pallas backend: jax arrays, Mosaic GPU on Hopper and newer, interpreted where is no GPU."""
 
-from fkv.pallas._launch import run
+from fkv.pallas._launch import run, write
 
-__all__ = ["run"]
+__all__ = ["run", "write"]

@@ -4,12 +4,17 @@ The TMA copies the K and V rows of its heads and its tokens' rows of the table t
 the results back; it clips rows past total_ctx. V never leaves shared memory. K passes through
 registers, its two rotary halves and its tail apart, so that a pair (i, i + R/2) meets in one lane.
 
+For a cache, a token's heads lie together in shared memory, K after the registers, V as it came or
+after registers that convert it, and are copied to the token's slot in one piece.
+
 Lowering semantics are Lane, in which shared memory is what this file says, plain rows: the compiler
 infers swizzles under the other ones, and reads rows that single copies wrote with the wrong one.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +38,7 @@ class Tiles:
     block_h: int
     width: int
     vector: int
+    columns: int  # of K or V in one TMA copy
     gather: bool  # the kernel gathers the table's rows; else XLA has done it, a row a token
 
     @property
@@ -46,37 +52,44 @@ class Tiles:
         )
 
 
-def pieces_of(
-    start: int, stop: int, multiple: int = 8, widest: int = MAX_COLUMNS, in_registers: bool = True
-) -> list[Any]:
-    """Equal slices of [start, stop), each as wide as one TMA copy can be.
-
-    What goes through registers must not be 4 or 8 narrow register tiles wide: the rows of a warp
-    would collide in the banks of shared memory, which the compiler refuses.
-    """
-    size = stop - start
-    narrow = in_registers and multiple < 64
-    most = min(MAX_COLUMNS, widest) // multiple
-    counts = [n for n in range(most, 0, -1) if not (narrow and n % 4 == 0)]
-    width = next(n * multiple for n in counts if size % (n * multiple) == 0)
-    return [pl.ds(at, width) for at in range(start, stop, width)]
+def columns_of(size: int, multiple: int, least: int = 1) -> int:
+    """The widest equal parts of a row, at least so many, that the TMA copies in one piece each."""
+    parts = range(least, size + 1)
+    return next(
+        size // n
+        for n in parts
+        if size % n == 0 and size // n <= MAX_COLUMNS and size // n % multiple == 0
+    )
 
 
 def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: Any) -> Any:
-    """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v)."""
-    block_t, block_h = tiles.block_t, tiles.block_h
+    """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v).
+
+    With a cache: (the same, slot_mapping, what is given of commit_lens, k_scale and v_scale, Refs of
+    k_cache and v_cache) -> (). The slots are [T] or [L, T], a cache [L, num_slots, H, D] or, HND,
+    [L, num_pages, H, page_size, D].
+    """
+    block_t, block_h, cache = tiles.block_t, tiles.block_h, spec.cache
     head_dim, rotary_dim, dtype = spec.head_dim, spec.rotary_dim, jnp.dtype(spec.dtype)
     half, blocks_h = rotary_dim // 2, spec.num_kv_heads // block_h
-    # Columns in pieces that the TMA can copy: K's rotary halves and tail, V, and the table.
-    k1_pieces = pieces_of(0, half, tiles.width)
-    k2_pieces = pieces_of(half, rotary_dim, tiles.width)
-    k3_pieces = pieces_of(rotary_dim, head_dim, tiles.width)
-    # V of one head is contiguous over tokens. Such a copy turns linear, which is not clipped
-    # at total_ctx and runs into the next layer, unless it is narrower than a row.
-    widest = head_dim // 2 if spec.num_kv_heads == 1 else head_dim
-    v_pieces = pieces_of(0, head_dim, widest=widest, in_registers=False)
-    fits = rotary_dim <= MAX_COLUMNS
-    table_pieces = [pl.ds(0, rotary_dim)] if fits else k1_pieces + k2_pieces
+    out_dtype = dtype if cache is None else jnp.dtype(cache.dtype)
+    columns = tiles.columns
+    table_columns = columns_of(rotary_dim, tiles.width)
+    # What goes through registers at a time lies within one part of a row, and of the table's row.
+    cuts = {0, half}
+    for part in (columns, table_columns):
+        cuts |= {at % half for at in range(0, rotary_dim, part)}
+    pairs = _slices(sorted(cuts))
+    k1_pieces = pairs
+    k2_pieces = [pl.ds(piece.start + half, piece.size) for piece in pairs]
+    parts = range(0, head_dim, columns)
+    k3_pieces = _slices(sorted({rotary_dim, head_dim} | {at for at in parts if at > rotary_dim}))
+    v_pieces = _slices([*parts, head_dim])
+
+    def within(tile: Any, h: int, piece: Any) -> Any:
+        """A piece of one head, of all tokens."""
+        part, at = divmod(piece.start, columns)
+        return tile.at[part, :, h, pl.ds(at, piece.size)]
 
     def load(ref: Any, reduced: int | None = None) -> jax.Array:
         if interpret:
@@ -88,58 +101,62 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         tile = lax.broadcast_in_dim(vector, (block_t, width), (dim,))
         return tile if interpret else plgpu.layout_cast(tile, tiles.layout)
 
+    def rounded(x: jax.Array, scale: Any) -> jax.Array:
+        """From float32. Float8 saturates, as the hardware's conversion does by itself."""
+        if scale is not None:
+            x = x / scale
+        if interpret and out_dtype.itemsize == 1:
+            largest = float(jnp.finfo(out_dtype).max)
+            x = jnp.clip(x, -largest, largest)
+        return x.astype(out_dtype)
+
+    def scale_of(ref: Any, layer: Any) -> Any:
+        """NaN for what is no scale."""
+        scale = ref[layer]
+        return jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.nan)
+
     def body(
         kv_ref: Any,
         weight_ref: Any,
         eps_ref: Any,
         table_ref: Any,
         positions_ref: Any,
-        k_out_ref: Any,
-        v_out_ref: Any,
-        *,
-        k1_tile: Any,
-        k2_tile: Any,
-        k3_tile: Any,
+        *others: Any,
+        k_tile: Any,
         v_tile: Any,
+        k_rounded: Any,
+        v_rounded: Any,
         table_tile: Any,
         nan_tile: Any,
-        kv_barrier: Any,
+        k_barrier: Any,
+        v_barrier: Any,
         table_barrier: Any,
     ) -> None:
+        *cache_refs, k_out_ref, v_out_ref = others
         # The layers of a token, and its heads, follow one another, as they do in kv.
         block = lax.axis_index("block")
         layer = block // blocks_h % spec.n_layers
         token = block // (blocks_h * spec.n_layers) * block_t
         head = block % blocks_h * block_h
-        tokens = pl.ds(token, block_t)
-        k_tiles = ((k1_tile, k1_pieces), (k2_tile, k2_pieces), (k3_tile, k3_pieces))
+        tokens, heads = pl.ds(token, block_t), pl.ds(head, block_h)
 
-        def fetch(h: int) -> None:
-            for tile, pieces, kind in (*((*k, 0) for k in k_tiles), (v_tile, v_pieces, 1)):
-                for i, piece in enumerate(pieces):
-                    plgpu.copy_gmem_to_smem(
-                        kv_ref.at[tokens, layer, kind, head + h, piece],
-                        tile.at[h, i],
-                        kv_barrier.at[h],
-                    )
-
-        def write(tile: Any, pieces: list[Any], out_ref: Any, h: int) -> None:
-            for i, piece in enumerate(pieces):
-                plgpu.copy_smem_to_gmem(tile.at[h, i], out_ref.at[layer, tokens, head + h, piece])
+        def fetch(kind: int, tile: Any, barrier: Any) -> None:
+            for i, piece in enumerate(v_pieces):
+                plgpu.copy_gmem_to_smem(
+                    kv_ref.at[tokens, layer, kind, heads, piece], tile.at[i], barrier
+                )
 
         def fetch_table(source: Any, rows: Any) -> None:
-            for i, piece in enumerate(table_pieces):
+            for i, at in enumerate(range(0, rotary_dim, table_columns)):
                 plgpu.copy_gmem_to_smem(
-                    table_ref.at[source, piece], table_tile.at[i, rows], table_barrier
+                    table_ref.at[source, pl.ds(at, table_columns)],
+                    table_tile.at[i, rows],
+                    table_barrier,
                 )
 
         def angles(pieces: list[Any]) -> list[jax.Array]:
-            return [
-                load(table_tile.at[i, :, pl.ds(piece.start - one.start, piece.size)])
-                for piece in pieces
-                for i, one in enumerate(table_pieces)
-                if one.start <= piece.start < one.start + one.size
-            ]
+            where = [(divmod(piece.start, table_columns), piece.size) for piece in pieces]
+            return [load(table_tile.at[i, :, pl.ds(at, size)]) for (i, at), size in where]
 
         def weights(pieces: list[Any]) -> list[jax.Array]:
             rows = (load(weight_ref.at[layer, piece], reduced=0) for piece in pieces)
@@ -158,11 +175,47 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
                     safe = jnp.where(inside, position, 0).astype(jnp.int32)
                     fetch_table(pl.ds(safe, 1), pl.ds(row, 1))
 
+        def places() -> list[tuple[Any, Any]]:
+            """Of each row: is it written, and to which slot."""
+            assert cache is not None
+            slots_ref, found = cache_refs[0], []
+            for row in range(block_t):
+                t = jnp.minimum(token + row, spec.total_ctx - 1)
+                slot = slots_ref[layer, t] if cache.is_mapped_by_layer else slots_ref[t]
+                written = (token + row < spec.total_ctx) & (slot >= 0) & (slot < cache.num_slots)
+                if cache.window:
+                    count = cache_refs[1][lax.div(t, cache.window)]
+                    written &= lax.rem(t, cache.window) < count
+                found.append((written, slot.astype(jnp.int32)))
+            return found
+
+        def write(tile: Any, out_ref: Any) -> None:
+            """All tokens at once, or each to its slot."""
+            for i, piece in enumerate(v_pieces):
+                if cache is None:
+                    target = out_ref.at[layer, tokens, heads, piece]
+                    plgpu.copy_smem_to_gmem(tile.at[i], target)
+                    continue
+                for row, (written, slot) in enumerate(where):
+                    if cache.layout == "HND":
+                        page, offset = (f(slot, cache.page_size) for f in (lax.div, lax.rem))
+                        target = out_ref.at[layer, page, heads, offset, piece]
+                    else:
+                        target = out_ref.at[layer, slot, heads, piece]
+                    pl.when(written)(
+                        functools.partial(plgpu.copy_smem_to_gmem, tile.at[i, row], target)
+                    )
+
         # The start of a chain of loads first, and everything is on its way before the first use.
         positions = positions_of(0)
-        for h in range(block_h):
-            fetch(h)
+        fetch(0, k_tile, k_barrier)
+        fetch(1, v_tile, v_barrier)
         follow(0, positions)
+        where, k_scale, v_scale = [], None, None
+        if cache is not None:
+            where = places()
+            scales = iter(cache_refs[2 if cache.window else 1 :])
+            k_scale, v_scale = (scale_of(next(scales), layer) if is_scaled else None for is_scaled in cache.is_scaled)
 
         @pl.loop(1, block_t // UNROLLED)
         def _(group: jax.Array) -> None:
@@ -173,52 +226,60 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         w1, w2, w3 = weights(k1_pieces), weights(k2_pieces), weights(k3_pieces)
         eps = eps_ref[layer]
         plgpu.commit_smem()
+
+        plgpu.barrier_wait(v_barrier)
+        if v_rounded is not None:
+            for h in range(block_h):
+                for piece in v_pieces:
+                    within(v_rounded, h, piece)[...] = rounded(load(within(v_tile, h, piece)), v_scale)
+            plgpu.commit_smem()
+        write(v_tile if v_rounded is None else v_rounded, v_out_ref)
+
         plgpu.barrier_wait(table_barrier)
         cos, sin = angles(k1_pieces), angles(k2_pieces)
         nan_outside = load(nan_tile, reduced=1)
-
+        plgpu.barrier_wait(k_barrier)
+        out_tile = k_tile if k_rounded is None else k_rounded
         for h in range(block_h):
-            plgpu.barrier_wait(kv_barrier.at[h])
-            write(v_tile, v_pieces, v_out_ref, h)
             k1, k2, k3 = (
-                [load(tile.at[h, i]) for i in range(len(pieces))] for tile, pieces in k_tiles
+                [load(within(k_tile, h, piece)) for piece in pieces]
+                for pieces in (k1_pieces, k2_pieces, k3_pieces)
             )
             squares = sum(jnp.sum(k * k, axis=1) for k in (*k1, *k2, *k3))
             scale = lax.rsqrt(squares * (1.0 / head_dim) + eps) + nan_outside
             for i in range(len(k1_pieces)):
                 a = k1[i] * broadcast(scale, k1[i].shape[1], 0) * w1[i]
                 b = k2[i] * broadcast(scale, k2[i].shape[1], 0) * w2[i]
-                k1_tile[h, i] = (a * cos[i] - b * sin[i]).astype(dtype)
-                k2_tile[h, i] = (b * cos[i] + a * sin[i]).astype(dtype)
+                within(out_tile, h, k1_pieces[i])[...] = rounded(a * cos[i] - b * sin[i], k_scale)
+                within(out_tile, h, k2_pieces[i])[...] = rounded(b * cos[i] + a * sin[i], k_scale)
             for i in range(len(k3_pieces)):
                 c = k3[i] * broadcast(scale, k3[i].shape[1], 0) * w3[i]
-                k3_tile[h, i] = c.astype(dtype)
-            plgpu.commit_smem()
-            for tile, pieces in k_tiles:
-                write(tile, pieces, k_out_ref, h)
+                within(out_tile, h, k3_pieces[i])[...] = rounded(c, k_scale)
+        plgpu.commit_smem()
+        write(out_tile, k_out_ref)
         plgpu.wait_smem_to_gmem(0)
 
-    def heads(pieces: list[Any]) -> Any:
-        size = pieces[0].size if pieces else 0
-        return plgpu.SMEM((block_h, len(pieces), block_t, size), dtype) if pieces else None
-
-    table_tile: Any = (len(table_pieces), block_t, table_pieces[0].size)
-    num_pieces = len(k1_pieces) + len(k2_pieces) + len(k3_pieces) + len(v_pieces)
-    num_table_copies = len(table_pieces) * (block_t if tiles.gather else 1)
+    num_parts, num_table_parts = head_dim // columns, rotary_dim // table_columns
+    tile = (num_parts, block_t, block_h, columns)
+    rounded_tile = None if out_dtype == dtype else plgpu.SMEM(tile, out_dtype)
+    table_tile = (num_table_parts, block_t, table_columns)
     out = jax.ShapeDtypeStruct(spec.out_shape, dtype)
     lane = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     return plgpu.kernel(
         body,
-        out_type=(out, out),
+        out_type=(out, out) if cache is None else (),
         scratch_types=dict(
-            k1_tile=heads(k1_pieces),
-            k2_tile=heads(k2_pieces),
-            k3_tile=heads(k3_pieces),
-            v_tile=heads(v_pieces),
+            k_tile=plgpu.SMEM(tile, dtype),
+            v_tile=plgpu.SMEM(tile, dtype),
+            k_rounded=rounded_tile,
+            v_rounded=rounded_tile,
             table_tile=plgpu.SMEM(table_tile, jnp.dtype(spec.table_dtype)),
             nan_tile=plgpu.SMEM((block_t,), jnp.float32),
-            kv_barrier=plgpu.Barrier(num_arrivals=num_pieces, num_barriers=block_h),
-            table_barrier=plgpu.Barrier(num_arrivals=num_table_copies),
+            k_barrier=plgpu.Barrier(num_arrivals=num_parts),
+            v_barrier=plgpu.Barrier(num_arrivals=num_parts),
+            table_barrier=plgpu.Barrier(
+                num_arrivals=num_table_parts * (block_t if tiles.gather else 1)
+            ),
         ),
         grid=grid,
         grid_names=("block",),
@@ -227,3 +288,8 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         interpret=interpret,
         compiler_params=None if interpret else lane,
     )
+
+
+def _slices(cuts: list[int]) -> list[Any]:
+    """Between each cut and the next one."""
+    return [pl.ds(start, stop - start) for start, stop in itertools.pairwise(cuts)]

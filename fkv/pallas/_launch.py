@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fkv._errors import sentence
-from fkv._spec import FLOATS, Spec
-from fkv.pallas._kernel import MAX_COLUMNS, UNROLLED, Tiles, materialize_kernel
+from fkv._spec import FLOAT8, FLOATS, Spec
+from fkv.pallas._kernel import UNROLLED, Tiles, columns_of, materialize_kernel
 
 SHARED_MEMORY = 222 * 1024  # bytes of one block on Hopper and Blackwell, less 5 KiB for the rest
 MULTIPROCESSORS = 132  # of an H200; about as many on the others
@@ -51,6 +51,24 @@ def run(
         try:
             return jax.block_until_ready(kernel(*inputs))
         except BaseException:  # an interrupted kernel leaves its barriers behind
+            reset_gpu_interpret_mode_state()
+            raise
+
+
+def write(spec: Spec, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The same into the caches, which come last; into their memory where they are torch's."""
+    if spec.cache is not None and spec.cache.is_sequence:
+        array, stack = ("torch.Tensor", "torch") if spec.framework == "torch" else ("jax.Array", "jnp")
+        expected = f'one {array} of all layers for backend="pallas"'
+        cure = f'{stack}.stack, or backend="triton"'
+        raise NotImplementedError(sentence("k_cache", expected, "an array a layer", cure))
+    interpreted, kernel = _compiled(spec)
+    if not interpreted or isinstance(arrays[0], jax.core.Tracer):
+        return kernel(*arrays)
+    with _interpreter_lock:
+        try:
+            return jax.block_until_ready(kernel(*arrays))
+        except BaseException:
             reset_gpu_interpret_mode_state()
             raise
 
@@ -100,16 +118,36 @@ def choose_tiles(spec: Spec, interpreted: bool) -> Tiles:
         raise NotImplementedError(
             sentence("head_dim", expected, str(spec.head_dim), 'backend="triton" takes it')
         )
-    table_bytes = min(spec.rotary_dim, MAX_COLUMNS) * FLOATS[spec.table_dtype]
+    table_bytes = columns_of(spec.rotary_dim, width) * FLOATS[spec.table_dtype]
     gather = table_bytes % COPY_BYTES == 0
     most = max(1, min(8, 512 // spec.head_dim))
     sizes = [h for h in range(most, 0, -1) if spec.num_kv_heads % h == 0]
+    columns = columns_of(spec.head_dim, width)
+    if spec.cache is not None:
+        sizes = _sizes_of_rows(spec, sizes, columns)
     if interpreted:  # a block costs the same for any size
-        return Tiles(32, sizes[0], width, vector, gather)
-    # As many heads in a block as leave a block for each multiprocessor.
-    heads = pl.cdiv(spec.total_ctx, block_t) * spec.n_layers * spec.num_kv_heads
-    block_h = next((h for h in sizes if heads // h >= MULTIPROCESSORS), 1)
-    return Tiles(block_t, block_h, width, vector, gather)
+        block_t, block_h = 32, sizes[0]
+    else:  # as many heads in a block as leave a block for each multiprocessor
+        heads = pl.cdiv(spec.total_ctx, block_t) * spec.n_layers * spec.num_kv_heads
+        block_h = next((h for h in sizes if heads // h >= MULTIPROCESSORS), sizes[-1])
+    if spec.cache is None and block_h == spec.num_kv_heads:
+        # All heads of neighbouring tokens are contiguous in the result. Such a copy turns linear,
+        # which is not clipped at total_ctx and runs into the next layer; parts of rows are not.
+        columns = columns_of(spec.head_dim, width, least=2)
+    return Tiles(block_t, block_h, width, vector, columns, gather)
+
+
+def _sizes_of_rows(spec: Spec, sizes: list[int], columns: int) -> list[int]:
+    """Of those, the heads whose rows of a token the TMA can copy to a slot; or the fewest ones."""
+    assert spec.cache is not None
+    row_bytes = columns * (FLOATS | FLOAT8)[spec.cache.dtype]
+    num = spec.num_kv_heads
+    able = [h for h in range(num, 0, -1) if num % h == 0 and h * row_bytes % COPY_BYTES == 0]
+    if not able or row_bytes % 16:
+        expected = f'a multiple of {COPY_BYTES} bytes a token for backend="pallas"'
+        got = f"{num} heads of {spec.head_dim} in {spec.cache.dtype}"
+        raise NotImplementedError(sentence("k_cache", expected, got, 'backend="triton" takes any'))
+    return [h for h in sizes if h in able] or able[-1:]
 
 
 def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int]:
@@ -131,11 +169,35 @@ def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -
     return kernel(kv, weight, eps, table, positions)
 
 
-_differentiable = jax.custom_jvp(_materialize, nondiff_argnums=(0, 1))
+def _write(spec: Spec, interpreted: bool, arrays: tuple[jax.Array | None, ...]) -> Any:
+    """New caches, or the same memory where it is donated."""
+    cache = spec.cache
+    assert cache is not None
+    kv, weight, eps, table, positions, slots, *optional, k_cache, v_cache = arrays
+    if 0 in spec.out_shape or not cache.num_slots:
+        return k_cache, v_cache
+    tiles = choose_tiles(spec, interpreted)
+    kv = kv.reshape(spec.total_ctx, spec.n_layers, 2, spec.num_kv_heads, spec.head_dim)
+    if not tiles.gather:
+        table = table[jnp.clip(positions, 0, spec.table_rows - 1)]
+    slots = slots if cache.is_mapped_by_layer else slots.reshape(-1)
+    flat = (spec.n_layers, cache.num_slots, spec.num_kv_heads, spec.head_dim)
+    caches = [x if cache.layout == "HND" else x.reshape(flat) for x in (k_cache, v_cache)]
+    refs = [jax.new_ref(x) for x in caches]
+    interpret = plgpu.InterpretGPUParams() if interpreted else None
+    kernel = materialize_kernel(spec, tiles, choose_grid(spec, tiles), interpret)
+    given = [x for x in optional if x is not None]
+    kernel(kv, weight, eps, table, positions, slots, *given, *refs)
+    return tuple(jax.freeze(ref).reshape(k_cache.shape) for ref in refs)
 
 
-@_differentiable.defjvp
-def _no_gradient(spec: Spec, interpreted: bool, primals: Any, tangents: Any) -> Any:
+@jax.custom_jvp
+def _without_gradient(arrays: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
+    return arrays
+
+
+@_without_gradient.defjvp
+def _no_gradient(primals: Any, tangents: Any) -> Any:
     cure = "jax.lax.stop_gradient before the call"
     raise NotImplementedError(sentence("kv", "no differentiation", "jax.grad or jax.jvp", cure))
 
@@ -146,11 +208,16 @@ def _compiled(spec: Spec) -> tuple[bool, Any]:
     interpreted = is_interpreted(spec.device)
     choose_tiles(spec, interpreted)
 
-    def materialize(
-        kv: Any, k_norm_weight: Any, eps: Any, cos_sin_cache: Any, positions: Any, *outputs: Any
-    ) -> Any:
-        """`outputs` are here for their memory only."""
-        inputs = (kv, k_norm_weight, eps, cos_sin_cache, positions)
-        return _differentiable(spec, interpreted, inputs)
+    num_inputs = spec.arguments.num_inputs
+    outputs = (num_inputs, num_inputs + 1)
 
-    return interpreted, jax.jit(materialize, donate_argnums=(5, 6), keep_unused=True)
+    def materialize(*arrays: Any) -> Any:
+        """k_out and v_out are there for their memory only."""
+        if spec.cache is None:
+            return _materialize(spec, interpreted, _without_gradient(arrays[:num_inputs]))
+        return _write(spec, interpreted, _without_gradient(arrays))
+
+    lent = spec.cache is None or (spec.framework == "torch" and not interpreted)
+    return interpreted, jax.jit(
+        materialize, donate_argnums=outputs if lent else (), keep_unused=True
+    )

@@ -6,6 +6,8 @@ apart. Else whole rows are loaded and stored, as the parts of one are too narrow
 element's partner is loaded beside it, from the L1 cache: a row is CHUNKS pieces of BLOCK_W, and
 whole pieces change places.
 
+K and V go to k_out and v_out, row t to row t, or into the slots of a cache.
+
 All offsets are 64-bit. The integer arguments are only ever multiplied with tensors: Triton turns
 an argument that equals 1 into a constant, on which a cast would not compile.
 """
@@ -15,15 +17,57 @@ import triton.language as tl
 
 
 @triton.jit
-def _store(pointer, value, mask, ROUND_BITS: tl.constexpr):
-    """Round float32 to the output's dtype, to nearest even, and store."""
-    if ROUND_BITS:  # the interpreter truncates to bfloat16: round on the bits
+def _store(pointer, value, mask, ROUND_TO: tl.constexpr):
+    """Round float32 to the output's dtype, to nearest even, and store.
+
+    What does not fit in float8 becomes the largest that does, as the hardware's conversion has it.
+    """
+    if ROUND_TO is None:
+        tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+    elif ROUND_TO == "bfloat16":  # the interpreter truncates: round on the bits
         bits = value.to(tl.uint32, bitcast=True)
         nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         nearest = tl.where(value == value, nearest, 0x7FC0)
         tl.store(pointer, nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+    else:  # the interpreter is wrong about float8: the same, to bytes
+        E4M3: tl.constexpr = ROUND_TO == "float8_e4m3fn"
+        MANTISSA: tl.constexpr = 3 if E4M3 else 2
+        BIAS: tl.constexpr = 7 if E4M3 else 15
+        LARGEST: tl.constexpr = 448.0 if E4M3 else 57344.0
+        DROPPED: tl.constexpr = 23 - MANTISSA
+        size = tl.minimum(tl.abs(value), LARGEST)
+        bits = size.to(tl.uint32, bitcast=True)
+        nearest = (bits + ((1 << (DROPPED - 1)) - 1) + ((bits >> DROPPED) & 1)) >> DROPPED
+        nearest -= (127 - BIAS) << MANTISSA
+        # Below the smallest normal number, float32's own addition rounds to a multiple of the step.
+        STEP: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA)
+        MAGIC: tl.constexpr = STEP * 2.0**23
+        steps = (size + MAGIC).to(tl.uint32, bitcast=True) & 0x7FFFFF
+        nearest = tl.where(size < STEP * (1 << MANTISSA), steps, nearest)
+        nearest |= (value.to(tl.uint32, bitcast=True) >> 31) << 7
+        nearest = tl.where(value == value, nearest, 0x7F)
+        tl.store(pointer, nearest.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _cache_pointer(base_ptr, layer, stride_layer, IS_SEQUENCE: tl.constexpr, ALIGNED: tl.constexpr,
+                   DTYPE: tl.constexpr):
+    """Of one layer: in the array of all, or from the addresses of an array each."""
+    if IS_SEQUENCE:
+        address = tl.load(base_ptr + layer)
+        if ALIGNED:
+            address = tl.multiple_of(address, 16)
+        pointer = address.to(tl.pointer_type(DTYPE))
     else:
-        tl.store(pointer, value.to(pointer.dtype.element_ty), mask=mask)
+        pointer = base_ptr + layer * stride_layer
+    return pointer
+
+
+@triton.jit
+def _scale_of(scale_ptr, layer, stride):
+    """Of one layer; NaN for what is no scale."""
+    scale = tl.load(scale_ptr + layer * stride)
+    return tl.where((scale > 0.0) & (scale < float("inf")), scale, float("nan"))
 
 
 @triton.jit
@@ -34,7 +78,7 @@ def _columns(x, FULL_ROTARY: tl.constexpr):
     return x[None, :, :]
 
 
-@triton.jit(do_not_specialize=["total_ctx", "table_rows"])
+@triton.jit(do_not_specialize=["total_ctx", "table_rows", "num_slots"])
 def materialize_kernel(
     kv_ptr,
     k_norm_weight_ptr,
@@ -59,6 +103,18 @@ def materialize_kernel(
     stride_v_l,
     stride_v_t,
     stride_v_h,
+    slot_mapping_ptr,  # from here on None or 0 where there is no cache
+    commit_lens_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    num_slots,
+    stride_slots_row,
+    stride_slots_t,
+    stride_lens,
+    stride_k_scale,
+    stride_v_scale,
+    stride_k_page,
+    stride_v_page,
     N_LAYERS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -68,7 +124,13 @@ def materialize_kernel(
     BLOCK_D: tl.constexpr,  # a power of two that covers D
     CHUNKS: tl.constexpr,  # of BLOCK_W elements each, that cover R/2, or D where R < D
     BLOCK_W: tl.constexpr,
-    ROUND_BITS: tl.constexpr,
+    ROUND_TO: tl.constexpr,  # in software; None where the hardware does it
+    PAGE_SIZE: tl.constexpr,  # 0: no cache
+    WINDOW: tl.constexpr,  # of commit_lens, or 0
+    IS_SEQUENCE: tl.constexpr,  # k_out_ptr and v_out_ptr are tables of addresses
+    CACHE_ALIGNED: tl.constexpr,  # those addresses are, to 16 bytes
+    CACHE_DTYPE: tl.constexpr,
+    CONVERT_V: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
     FULL_ROTARY: tl.constexpr = ROTARY_DIM == HEAD_DIM
@@ -101,6 +163,22 @@ def materialize_kernel(
 
     # Everything is loaded before the first use, and the start of a chain of loads first.
     token_mask = token < total_ctx
+    stored = token_mask
+    k_token = token * stride_k_t
+    v_token = token * stride_v_t
+    if PAGE_SIZE > 0:
+        slots_row = layer
+        slots_column = token
+        if WINDOW > 0:
+            slots_row = token // WINDOW
+            slots_column = token % WINDOW
+            count = tl.load(commit_lens_ptr + slots_row * stride_lens, mask=token_mask, other=0)
+            stored = slots_column < count
+        slots = slot_mapping_ptr + slots_row * stride_slots_row + slots_column * stride_slots_t
+        slot = tl.load(slots, mask=token_mask, other=-1).to(tl.int64)
+        stored = stored & (slot >= 0) & (slot < num_slots)
+        k_token = (slot // PAGE_SIZE) * stride_k_page + (slot % PAGE_SIZE) * stride_k_t
+        v_token = (slot // PAGE_SIZE) * stride_v_page + (slot % PAGE_SIZE) * stride_v_t
     position = tl.load(positions_ptr + token * stride_positions_t, mask=token_mask, other=0)
 
     row_mask = token_mask[:, None, None] & (head < NUM_KV_HEADS)
@@ -139,8 +217,18 @@ def materialize_kernel(
     partner_weight = partner_weight.to(tl.float32)
     eps = tl.load(eps_ptr + layer * stride_eps_l)
 
-    v_row = v_out_ptr + layer * stride_v_l + (token * stride_v_t)[:, None, None] + head * stride_v_h
-    tl.store(v_row + v_dim, v, mask=v_mask)
+    stored = stored[:, None, None]
+    v_layer = _cache_pointer(
+        v_out_ptr, layer, stride_v_l, IS_SEQUENCE, CACHE_ALIGNED, CACHE_DTYPE
+    )
+    v_row = v_layer + v_token[:, None, None] + head * stride_v_h
+    if CONVERT_V:
+        v = v.to(tl.float32)
+        if v_scale_ptr is not None:
+            v = tl.div_rn(v, _scale_of(v_scale_ptr, layer, stride_v_scale))
+        _store(v_row + v_dim, v, v_mask & stored, ROUND_TO)
+    else:
+        tl.store(v_row + v_dim, v, mask=v_mask & stored)
 
     k = k.to(tl.float32)
     k_partner = k_partner.to(tl.float32)
@@ -155,10 +243,22 @@ def materialize_kernel(
 
     k = k * scale * _columns(weight, FULL_ROTARY)
     k_partner = k_partner * scale * _columns(partner_weight, FULL_ROTARY)
-    k_row = k_out_ptr + layer * stride_k_l + (token * stride_k_t)[:, None, None] + head * stride_k_h
+    k_layer = _cache_pointer(
+        k_out_ptr, layer, stride_k_l, IS_SEQUENCE, CACHE_ALIGNED, CACHE_DTYPE
+    )
+    k_row = k_layer + k_token[:, None, None] + head * stride_k_h
     k_first = k_row + _columns(dim, FULL_ROTARY)
+    k_mask = k_mask & stored
     if FULL_ROTARY:
-        _store(k_first, k * cos - k_partner * sin, k_mask, ROUND_BITS)
-        _store(k_first + HALF, k_partner * cos + k * sin, k_mask, ROUND_BITS)
+        rotated = k * cos - k_partner * sin
+        partner_rotated = k_partner * cos + k * sin
     else:
-        _store(k_first, k * cos + k_partner * sin, k_mask, ROUND_BITS)
+        rotated = k * cos + k_partner * sin
+    if k_scale_ptr is not None:
+        k_scale = _scale_of(k_scale_ptr, layer, stride_k_scale)
+        rotated = tl.div_rn(rotated, k_scale)
+        if FULL_ROTARY:
+            partner_rotated = tl.div_rn(partner_rotated, k_scale)
+    _store(k_first, rotated, k_mask, ROUND_TO)
+    if FULL_ROTARY:
+        _store(k_first + HALF, partner_rotated, k_mask, ROUND_TO)

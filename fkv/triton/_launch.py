@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fkv._errors import sentence
-from fkv._spec import FLOATS, Spec
+from fkv._spec import FLOAT8, FLOATS, Spec
 
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:  # Triton decides between compiler and interpreter when it is imported
@@ -29,10 +29,19 @@ if INTERPRETED:  # Triton decides between compiler and interpreter when it is im
     os.environ["TRITON_INTERPRET"] = "1"
 
 import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 
 from fkv.triton._kernel import materialize_kernel  # noqa: E402
 
 ALIGNMENT = 16  # bytes: what Triton compiles another variant for
+NO_CACHE = (None,) * 4  # slot_mapping, commit_lens, k_scale, v_scale
+DTYPES = {
+    "bfloat16": tl.bfloat16,
+    "float16": tl.float16,
+    "float32": tl.float32,
+    "float8_e4m3fn": tl.float8e4nv,
+    "float8_e5m2": tl.float8e5,
+}
 MANY_DEVICES = torch.cuda.device_count() > 1
 
 _interpreter_lock = threading.Lock()  # the interpreter keeps its state in globals
@@ -58,18 +67,53 @@ def run(
     plan = _plan(spec)
     k = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if k_out is None else k_out
     v = torch.empty(spec.out_shape, dtype=kv.dtype, device=kv.device) if v_out is None else v_out
-    tensors = (kv, k_norm_weight, eps, cos_sin_cache, positions, k, v)
+    _launch(plan, (kv, k_norm_weight, eps, cos_sin_cache, positions, k, v), ())
+    return k, v
+
+
+def write(spec: Spec, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The same into the caches, which come last."""
+    num_inputs = spec.arguments.num_inputs
+    inputs, caches = tensors[:5], tensors[num_inputs:]
+    is_aligned = True
+    k_and_v = caches
+    if spec.cache is not None and spec.cache.is_sequence:
+        addresses = tuple([cache.data_ptr() for cache in caches])
+        k_and_v, is_aligned = _address_tables(addresses, caches[0].device)
+    plan = _plan(spec, is_aligned)
+    _launch(plan, (*inputs, *k_and_v), tensors[5:num_inputs])
+    return caches
+
+
+def _launch(plan: _Plan, tensors: tuple[torch.Tensor, ...], optional: Any) -> None:
     if plan.grid == (0,):
-        return k, v
+        return
     if plan.interpreted:
         with _interpreter_lock, np.errstate(all="ignore"):  # as quiet as a GPU about infinities
-            plan.launch(tensors)
-    elif MANY_DEVICES and torch.cuda.current_device() != kv.device.index:
-        with torch.cuda.device(kv.device):
-            plan.launch(tensors)
+            plan.launch(tensors, optional)
+    elif MANY_DEVICES and torch.cuda.current_device() != plan.device:
+        with torch.cuda.device(plan.device):
+            plan.launch(tensors, optional)
     else:
-        plan.launch(tensors)
-    return k, v
+        plan.launch(tensors, optional)
+
+
+@functools.cache
+def _address_tables(
+    addresses: tuple[int, ...], device: torch.device
+) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
+    """Where the K and V caches of all layers are, on the device, and whether all are aligned.
+
+    Kept for good, a few bytes a layer: a CUDA graph may hold on to them.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        expected = "caches that an earlier call has seen, while a CUDA graph is captured"
+        cure = "call once before the capture: that puts their addresses on the GPU"
+        raise ValueError(sentence("k_cache", expected, "new ones", cure))
+    half = len(addresses) // 2
+    k = torch.tensor(addresses[:half], dtype=torch.int64, device=device)
+    v = torch.tensor(addresses[half:], dtype=torch.int64, device=device)
+    return (k, v), not any(address % ALIGNMENT for address in addresses)
 
 
 class _Plan:
@@ -79,21 +123,33 @@ class _Plan:
     tensors' addresses follows from the Spec, and of those only whether they are aligned matters.
     """
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: Spec, is_aligned: bool) -> None:
         self.interpreted = is_interpreted(spec.device)
         tiles = choose_tiles(spec, self.interpreted)
         self.grid = choose_grid(spec, tiles)
         self.arguments = (spec.total_ctx, spec.table_rows, *spec.strides)
-        self.constants = constants(spec, tiles, self.interpreted)
-        self.all_arguments = (*self.arguments, *self.constants.values())
+        self.cache_arguments = cache_arguments(spec)
+        self.constants = constants(spec, tiles, self.interpreted, is_aligned)
+        self.all_constants = tuple(self.constants.values())
+        # Without a cache all that follows the tensors is the same in each call.
+        self.fixed = (*self.arguments, *NO_CACHE, *self.cache_arguments, *self.all_constants)
+        cache = spec.cache
+        in_bytes = cache is not None and cache.dtype in FLOAT8 and not cache.is_sequence
+        self.views_bytes = self.interpreted and in_bytes  # the interpreter has no float8
         self.options = {"num_warps": tiles.num_warps}
         self.compiled: Any = None  # for tensors that are all aligned
         self.device = 0 if self.interpreted else int((spec.device or "").partition(":")[2])
 
-    def launch(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def launch(self, tensors: tuple[torch.Tensor, ...], optional: Any) -> None:
         """On the current stream of the current device."""
         a, b, c, d, e, f, g = pointers = [tensor.data_ptr() for tensor in tensors]
-        aligned = not (a | b | c | d | e | f | g) % ALIGNMENT
+        bits, fixed = a | b | c | d | e | f | g, self.fixed
+        if optional:
+            others = [None if tensor is None else tensor.data_ptr() for tensor in optional]
+            for pointer in others:
+                bits |= pointer or 0
+            fixed = (*self.arguments, *others, *self.cache_arguments, *self.all_constants)
+        aligned = not bits % ALIGNMENT
         if aligned and self.compiled is not None:
             compiled = self.compiled
             compiled.run(
@@ -107,18 +163,28 @@ class _Plan:
                 None,
                 None,
                 *pointers,
-                *self.all_arguments,
+                *fixed,
             )
             return
         kernel: Any = materialize_kernel
-        compiled = kernel[self.grid](*tensors, *self.arguments, **self.constants, **self.options)
+        if self.views_bytes:
+            tensors = (*tensors[:5], *(out.view(torch.uint8) for out in tensors[5:]))
+        others = optional or NO_CACHE
+        compiled = kernel[self.grid](
+            *tensors,
+            *self.arguments,
+            *others,
+            *self.cache_arguments,
+            **self.constants,
+            **self.options,
+        )
         if aligned and not self.interpreted:
             self.compiled = compiled
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(spec: Spec) -> _Plan:
-    return _Plan(spec)
+def _plan(spec: Spec, is_aligned: bool = True) -> _Plan:
+    return _Plan(spec, is_aligned)
 
 
 def is_interpreted(device: str | None) -> bool:
@@ -154,8 +220,39 @@ def choose_grid(spec: Spec, tiles: Tiles) -> tuple[int]:
     return (triton.cdiv(spec.total_ctx, tiles.block_t) * blocks_h * spec.n_layers,)
 
 
-def constants(spec: Spec, tiles: Tiles, interpreted: bool) -> dict[str, Any]:
+def paging(spec: Spec) -> tuple[int, int, int]:
+    """Tokens of a page, 0 for no cache; how far apart the pages of k_cache and of v_cache are.
+
+    Where token follows token across pages, each slot is a page of its own: no division.
+    """
+    if spec.cache is None:
+        return 0, 0, 0
+    tokens, strides, pages = spec.cache.page_size, spec.strides, spec.cache.strides
+    if not spec.cache.is_flat and (pages.k_page, pages.v_page) == (
+        tokens * strides.k_t,
+        tokens * strides.v_t,
+    ):
+        return 1, strides.k_t, strides.v_t
+    return tokens, pages.k_page, pages.v_page
+
+
+def cache_arguments(spec: Spec) -> tuple[int, ...]:
+    """The run-time arguments of the kernel that a cache adds, but for its tensors."""
+    if spec.cache is None:
+        return (0,) * 8
+    *others, _, _ = spec.cache.strides
+    return (spec.cache.num_slots, *others, *paging(spec)[1:])
+
+
+def constants(
+    spec: Spec, tiles: Tiles, interpreted: bool, is_aligned: bool = True
+) -> dict[str, Any]:
     """The compile-time arguments of the kernel."""
+    cache = spec.cache
+    dtype = spec.dtype if cache is None else cache.dtype
+    in_software = interpreted and dtype in ("bfloat16", *FLOAT8)
+    is_sequence = cache is not None and cache.is_sequence
+    element = tl.uint8 if in_software and dtype in FLOAT8 else DTYPES[dtype]
     half, tail = spec.rotary_dim // 2, spec.head_dim - spec.rotary_dim
     if tail:  # the widest power of two in which partners change places as a whole
         width = math.gcd(half, tail, 1 << 62)
@@ -172,5 +269,11 @@ def constants(spec: Spec, tiles: Tiles, interpreted: bool) -> dict[str, Any]:
         BLOCK_D=triton.next_power_of_2(spec.head_dim),
         CHUNKS=chunks,
         BLOCK_W=width,
-        ROUND_BITS=interpreted and spec.dtype == "bfloat16",
+        ROUND_TO=dtype if in_software else None,
+        PAGE_SIZE=paging(spec)[0],
+        WINDOW=0 if cache is None else cache.window,
+        IS_SEQUENCE=is_sequence,
+        CACHE_ALIGNED=is_aligned,
+        CACHE_DTYPE=element,
+        CONVERT_V=dtype != spec.dtype,
     )
