@@ -82,10 +82,10 @@ def as_sizes(num_kv_heads: Any, head_dim: Any, rotary_dim: Any) -> tuple[int | N
     sizes = (num_kv_heads, head_dim, rotary_dim)
     if num_kv_heads is None and head_dim is None and rotary_dim is None:
         return sizes
-    return tuple(map(_as_size, ("num_kv_heads", "head_dim", "rotary_dim"), sizes))
+    return tuple(map(as_size, ("num_kv_heads", "head_dim", "rotary_dim"), sizes))
 
 
-def _as_size(name: str, value: Any) -> int | None:
+def as_size(name: str, value: Any) -> int | None:
     if value is None or type(value) is int:
         return value
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
@@ -230,18 +230,30 @@ def check_overlap(spec: Spec, pointers: tuple[int | None, ...]) -> None:
                 )
 
 
-def check_values(spec: Spec, eps: np.ndarray | None, positions: np.ndarray | None) -> None:
-    """Look at the values that sit on the host; None is on a GPU, or traced, and not looked at."""
-    if positions is not None and positions.size:
+def check_positions(positions: np.ndarray, rows: int) -> None:
+    """Refuse what is no row of the table."""
+    if positions.size:
         low, high = int(positions.min()), int(positions.max())
-        if low < 0 or high >= spec.table_rows:
-            rows = f"0 <= position < {spec.table_rows}"
+        if low < 0 or high >= rows:
             worst = low if low < 0 else high
             where = f"{worst} at token {int(np.flatnonzero(positions == worst)[0])}"
-            raise ValueError(sentence("positions", rows, where, "the rows of cos_sin_cache"))
-    if eps is not None and not (np.isfinite(eps) & (eps >= 0)).all():
+            expected = f"0 <= position < {rows}"
+            raise ValueError(sentence("positions", expected, where, "the rows of cos_sin_cache"))
+
+
+def check_eps(eps: np.ndarray) -> None:
+    """Refuse what is no epsilon."""
+    if not (np.isfinite(eps) & (eps >= 0)).all():
         layer = int(np.flatnonzero(~(np.isfinite(eps) & (eps >= 0)))[0])
         raise ValueError(sentence("eps", "finite values >= 0", f"{eps[layer]} at layer {layer}"))
+
+
+def check_values(spec: Spec, eps: np.ndarray | None, positions: np.ndarray | None) -> None:
+    """Look at the values that sit on the host; None is on a GPU, or traced, and not looked at."""
+    if positions is not None:
+        check_positions(positions, spec.table_rows)
+    if eps is not None:
+        check_eps(eps)
 
 
 def _check_rank(name: str, array: Layout, rank: int, shape: str) -> None:

@@ -12,12 +12,19 @@ import fkv
 HOUSE = Path(fkv.__file__).parent
 BACKENDS = ("triton", "pallas")
 RULES = {  # module -> what of fkv it may import
-    "__init__": {"reference", "_api"},
+    "__init__": {"reference", "_api", "_materializer"},
     "_api": {"_backends", "_frameworks", "_spec"},
     "_backends": {"_errors"},
     "_errors": set(),
     "_frameworks": {"_errors", "_spec"},
     "_spec": {"_errors"},
+    "_materializer": {
+        *("_api", "_checkpoint", "_errors", "_frameworks", "_layers", "_spec", "_weights"),
+    },
+    "_layers": {"_errors", "_frameworks", "_rope", "_spec"},
+    "_weights": {"_errors", "_frameworks", "_spec"},
+    "_checkpoint": {"_errors", "_rope", "_spec"},
+    "_rope": {"_errors"},
     "reference": set(),
     "__main__": {"", "_backends", "_bench", "_demo", "_doctor", "_report"},
     "_bench": {"", "reference"},
