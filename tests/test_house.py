@@ -89,7 +89,17 @@ def loaded_by(code, *names):
 
 
 def test_import_fkv_imports_no_framework():
-    heavy = ("torch", "jax", "jaxlib", "triton", "typer", "rich", "absl", "ml_dtypes")
+    heavy = (
+        "torch",
+        "jax",
+        "jaxlib",
+        "triton",
+        "typer",
+        "rich",
+        "absl",
+        "ml_dtypes",
+        "safetensors",
+    )
     assert loaded_by("import fkv", *heavy, "numpy") == {"numpy"}
 
 
@@ -112,6 +122,17 @@ def test_a_jax_call_does_not_import_torch():
         "fkv.materialize(z((1, 1, 32)), z((1, 16)), z(1) + 1, z((1, 16)), z(1, 'int32'))"
     )
     assert loaded_by(call, "torch", "triton", "jax") == {"jax"}
+
+
+@pytest.mark.needs("jax")
+def test_a_materializer_of_jax_arrays_does_not_import_torch():
+    call = (
+        "import jax.numpy as jnp, fkv\n"
+        "z = jnp.zeros\n"
+        "m = fkv.KVMaterializer.from_weights(z((1, 32, 8)), z((1, 16)), z(1) + 1, z((4, 16)))\n"
+        "m(z((1, 8)), z(1, 'int32'))"
+    )
+    assert loaded_by(call, "torch", "triton", "jax", "safetensors") == {"jax"}
 
 
 def functions_of(module):
