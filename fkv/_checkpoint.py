@@ -97,23 +97,25 @@ def sizes_of(config: dict[str, Any]) -> Sizes:
     if "gemma" in str(config.get("model_type")):
         expected, why = "a model whose k_norm multiplies by its weight", "by 1 + weight"
         raise NotImplementedError(sentence("config.json", expected, config["model_type"], why))
-    try:
-        heads = int(config["num_attention_heads"])
-        hidden_size = int(config["hidden_size"])
-        sizes = Sizes(
-            n_layers=int(config["num_hidden_layers"]),
-            num_kv_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or hidden_size // heads),
-            hidden_size=hidden_size,
-            eps=float(config["rms_norm_eps"]),
-        )
-    except KeyError as error:
-        raise ValueError(sentence("config.json", str(error.args[0]), "none")) from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(sentence("config.json", "sizes", _line(error))) from error
-    if min(sizes[:4]) < 1:
-        raise ValueError(sentence("config.json", "sizes of at least 1", str(sizes)))
-    return sizes
+    heads = _number(config, "num_attention_heads")
+    hidden_size = _number(config, "hidden_size")
+    return Sizes(
+        n_layers=_number(config, "num_hidden_layers"),
+        num_kv_heads=_number(config, "num_key_value_heads", heads),
+        head_dim=_number(config, "head_dim", hidden_size // heads),
+        hidden_size=hidden_size,
+        eps=_number(config, "rms_norm_eps", kind=float),
+    )
+
+
+def _number(config: dict[str, Any], name: str, default: Any = None, kind: type = int) -> Any:
+    value = config.get(name)
+    value = default if value is None else value
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or (kind is int and (value != int(value) or value < 1)):
+        expected = f"a number {'of at least 1 ' if kind is int else ''}as {name}"
+        raise ValueError(sentence("config.json", expected, repr(value)))
+    return kind(value)
 
 
 def read_table(config: dict[str, Any], max_position: int | None) -> np.ndarray:
@@ -168,9 +170,7 @@ def read_arrays(
     layers = [f"layers.{index}.self_attn" for index in range(n_layers)]
     biased = [f"{layer}.{x}_proj.bias" in tensors for layer in layers for x in "kv"]
     if any(biased) and not all(biased):
-        raise ValueError(
-            sentence("folder", "a bias in every k_proj and v_proj, or in none", "some")
-        )
+        raise ValueError(sentence("folder", "a bias in each k_proj and v_proj or in none", "some"))
     for index, layer in enumerate(layers):
         norm = f"{layer}.k_norm.weight"
         read("k_norm_weight", norm, (head_dim,), (n_layers, head_dim), index)
