@@ -2,6 +2,7 @@
 
 from fkv import reference
 from fkv._api import materialize, warmup, write_cache
+from fkv._materializer import KVMaterializer
 
-__all__ = ["materialize", "reference", "warmup", "write_cache"]
+__all__ = ["KVMaterializer", "materialize", "reference", "warmup", "write_cache"]
 __version__ = "0.1.0"

@@ -1,4 +1,5 @@
-"""python -m fkv: are the kernels right here (demo), how fast (bench), what runs them (doctor)."""
+"""python -m fkv: the main job on files (run), are the kernels right here (demo), how fast are they
+(bench), what runs them (doctor)."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from fkv import _bench
+from fkv import _bench, _run
 from fkv._backends import BACKENDS
 from fkv._demo import CALLS, ROUTES, Backend, Result, host_bytes, make_problem, run_route
-from fkv._doctor import cures, diagnose, gpus, packages
+from fkv._doctor import cures, described, diagnose, gpus, packages
 
 try:
     import typer
@@ -272,6 +273,62 @@ def bench(
         console.print(f"{who}: {count} wrong results, which were not timed.", style="bold red")
     if wrong.keys() & BACKENDS.keys():
         raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="Folder of a draft model: config.json and safetensors.")
+    ],
+    hidden: Annotated[Path, typer.Argument(help="File of safetensors, see above.")],
+    out: Annotated[Path, typer.Option(metavar="KV", help="File of safetensors to write.")],
+    backend: Annotated[
+        BackendName | None, typer.Option(show_default="triton if torch is installed")
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of the weights.", show_default="the checkpoint's")
+    ] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens in memory at a time.")] = 8192,
+    max_position: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rows of the RoPE table.", show_default="max_position_embeddings"),
+    ] = None,
+) -> None:
+    """From a draft model's checkpoint and hidden states to its context K and V.
+
+    HIDDEN has `hidden` [T, hidden], or `target_hidden` [T, n_features*hidden] for a DFlash draft,
+    in the dtype of the weights, and may have `positions` [T], int32 or int64 (by default 0, 1, 2,
+    ...). KV gets `k` and `v` [L, T, H, D] in that dtype. Tokens are read and written in chunks,
+    and KV is written whole or not at all.
+    """
+    try:
+        with console.status("reading the checkpoint"):
+            job = _run.prepare(checkpoint, hidden, out, chunk, backend, dtype, max_position)
+            device = str(job.materializer.device)
+            compiled = bool(gpus(job.framework))
+        with new_progress() as progress:
+            total = len(job.positions)
+            task = progress.add_task(f"{total} tokens", total=total)
+            seconds = _run.run(job, lambda tokens: progress.advance(task, tokens))
+    except (OSError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+        console.print(f"fkv: {described(error)}", style="bold red", soft_wrap=True)
+        raise typer.Exit(1) from None
+    m = job.materializer
+    console.print(
+        f"run: n_layers {m.n_layers}, num_kv_heads {m.num_kv_heads}, head_dim {m.head_dim}, "
+        f"rotary_dim {m.rotary_dim}, {job.dtype}",
+        style="bold",
+    )
+    rate = f", {total / seconds:.0f} tokens/s" if total else ""
+    kernel = "compiled" if compiled else "interpreted"
+    console.print(
+        f"{job.backend} ({kernel}) on {device}: {total} tokens in {duration(seconds)}{rate}"
+    )
+    console.print(
+        f"Wrote {out}: k and v {list(job.out_shape)}, {_run.described_size(job)}",
+        style="green",
+        soft_wrap=True,
+    )
 
 
 def parse_geometry(text: str) -> _bench.Geometry:

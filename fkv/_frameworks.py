@@ -28,7 +28,8 @@ from fkv._spec import (
     make_spec,
 )
 
-CONSTANTS = ("k_norm_weight", "eps", "cos_sin_cache", "k_scale", "v_scale")  # of a model, the same in every call
+# Of a model, the same in every call.
+CONSTANTS = ("k_norm_weight", "eps", "cos_sin_cache", "k_scale", "v_scale")
 ALIGNMENT = 256  # bytes, that Mosaic GPU wants of every buffer, and XLA gives its own
 
 
@@ -165,7 +166,7 @@ class Jax:
         """The values of each where they are on the host, no copy; traced ones are nowhere."""
         if spec.device and not spec.device.startswith("cpu"):
             return [None] * len(arrays)
-        return [np.asarray(x) if x is not None and _is_on_host(x) else None for x in arrays]
+        return [np.asarray(x) if x is not None and is_on_host(x) else None for x in arrays]
 
     @staticmethod
     def zeros(shape: tuple[int, ...], dtype: str, like: Any) -> Any:
@@ -184,8 +185,8 @@ class Jax:
 Framework = Torch | Jax
 FRAMEWORKS: tuple[Framework, ...] = (Torch(), Jax())
 
-_homes: dict[tuple[type, ...], Framework] = {}  # of types that have been seen together: more than
-# MATERIALIZE has are of a cache, so that the number of them tells which may be NoneType
+# Of types that have been seen together. The same number of them is always the same arguments.
+_homes: dict[tuple[type, ...], Framework] = {}
 
 
 def framework_of(arrays: Sequence[Any], arguments: Arguments) -> Framework:
@@ -194,7 +195,7 @@ def framework_of(arrays: Sequence[Any], arguments: Arguments) -> Framework:
     home = _homes.get(types)
     if home is None:
         home = _framework_of(arrays, arguments)
-        if not any(map(_is_traced, arrays)):  # whose type does not say it all
+        if not any(map(is_traced, arrays)):  # whose type does not say it all
             _homes[types] = home
     return home
 
@@ -202,7 +203,7 @@ def framework_of(arrays: Sequence[Any], arguments: Arguments) -> Framework:
 def _framework_of(arrays: Sequence[Any], arguments: Arguments) -> Framework:
     home = next((framework for framework in FRAMEWORKS if framework.owns(arrays[0])), None)
     if home is None:
-        got = _type_name(arrays[0])
+        got = type_name(arrays[0])
         cure = "torch.from_numpy(kv) or jax.numpy.asarray(kv)" if "numpy" in got else ""
         raise TypeError(sentence("kv", "a torch.Tensor or a jax.Array", got, cure))
     for name, array in zip(arguments.names, arrays, strict=True):
@@ -239,7 +240,7 @@ def split_caches(k_cache: Any, v_cache: Any) -> tuple[list[Any], tuple[int | Non
         counts.append(len(cache) if is_sequence else None)
     if (counts[0] is None) != (counts[1] is None):
         expected = ("one array of all layers" if counts[0] is None else "a sequence of arrays")
-        raise TypeError(sentence("v_cache", f"{expected} as `k_cache` is", _type_name(v_cache)))
+        raise TypeError(sentence("v_cache", f"{expected} as `k_cache` is", type_name(v_cache)))
     return arrays, (counts[0], counts[1])
 
 
@@ -429,7 +430,7 @@ def _jax_to_torch(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
 
     names, num_inputs = spec.arguments
     for name, array in zip(names, arrays, strict=True):
-        if _is_traced(array):
+        if is_traced(array):
             cure = 'inside jax.jit use backend="pallas", or call outside of it'
             expected = 'an array with values for backend="triton"'
             raise TypeError(sentence(name, expected, "a traced jax.Array", cure))
@@ -476,7 +477,7 @@ def _refuse_sparse(tensors: Sequence[Any], arguments: Arguments) -> None:
             raise TypeError(sentence(name, expected, got)) from None
 
 
-def _is_traced(array: Any) -> bool:
+def is_traced(array: Any) -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(array, jax.core.Tracer)
 
@@ -492,11 +493,11 @@ def _only_device(sharding: Any) -> str | None:
     return f"{'cuda' if device.platform == 'gpu' else device.platform}:{device.local_hardware_id}"
 
 
-def _is_on_host(array: Any) -> bool:
-    return not _is_traced(array) and (_only_device(array.sharding) or "").startswith("cpu")
+def is_on_host(array: Any) -> bool:
+    return not is_traced(array) and (_only_device(array.sharding) or "").startswith("cpu")
 
 
-def _type_name(array: Any) -> str:
+def type_name(array: Any) -> str:
     kind = type(array)
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
 
@@ -504,12 +505,12 @@ def _type_name(array: Any) -> str:
 def _output_with_jax(name: str, array: Any) -> str:
     kind = next((f"a {framework.kind}" for framework in FRAMEWORKS if framework.owns(array)), None)
     why = "jax arrays are immutable: leave it out and take the arrays returned"
-    return sentence(name, "None with jax arrays", kind or _type_name(array), why)
+    return sentence(name, "None with jax arrays", kind or type_name(array), why)
 
 
 def _wrong_kind(name: str, array: Any, home: Framework, kv: Any) -> str:
     other = next((framework for framework in FRAMEWORKS if framework.owns(array)), None)
-    got = f"a {other.kind}" if other else _type_name(array)
+    got = f"a {other.kind}" if other else type_name(array)
     if name == "eps" and other is None:
         layers = kv.shape[1] if len(kv.shape) == 3 else "n_layers"
         full = "torch.full" if home.name == "torch" else "jnp.full"

@@ -145,10 +145,10 @@ def as_sizes(num_kv_heads: Any, head_dim: Any, rotary_dim: Any) -> tuple[int | N
     sizes = (num_kv_heads, head_dim, rotary_dim)
     if num_kv_heads is None and head_dim is None and rotary_dim is None:
         return sizes
-    return tuple(map(_as_size, ("num_kv_heads", "head_dim", "rotary_dim"), sizes))
+    return tuple(map(as_size, ("num_kv_heads", "head_dim", "rotary_dim"), sizes))
 
 
-def _as_size(name: str, value: Any) -> int | None:
+def as_size(name: str, value: Any) -> int | None:
     if value is None or type(value) is int:
         return value
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
@@ -473,8 +473,22 @@ def check_overlap(spec: Spec, pointers: tuple[int | None, ...]) -> None:
 def check_values(spec: Spec, eps: np.ndarray | None, positions: np.ndarray | None) -> None:
     """Look at the values that sit on the host; None is on a GPU, or traced, and not looked at."""
     if positions is not None:
-        _check_range("positions", positions, spec.table_rows, "the rows of cos_sin_cache")
-    if eps is not None and not (np.isfinite(eps) & (eps >= 0)).all():
+        check_positions(positions, spec.table_rows)
+    if eps is not None:
+        check_eps(eps)
+
+
+def check_positions(
+    positions: np.ndarray, table_rows: int, looked_at: np.ndarray | None = None
+) -> None:
+    """Refuse what is no row of the table."""
+    hint = "the rows of cos_sin_cache"
+    _check_range("positions", positions, table_rows, hint, looked_at=looked_at)
+
+
+def check_eps(eps: np.ndarray) -> None:
+    """Refuse what is no epsilon."""
+    if not (np.isfinite(eps) & (eps >= 0)).all():
         layer = int(np.flatnonzero(~(np.isfinite(eps) & (eps >= 0)))[0])
         raise ValueError(sentence("eps", "finite values >= 0", f"{eps[layer]} at layer {layer}"))
 
@@ -500,9 +514,9 @@ def check_cache_values(
         _check_range("slot_mapping", slots.max(0), cache.num_slots, hint, "slot", written, None)
         written &= (slots >= 0).any(0)
     if positions is not None:
-        hint = "the rows of cos_sin_cache"
-        _check_range("positions", positions, spec.table_rows, hint, "position", written)
-    check_values(spec, eps, None)
+        check_positions(positions, spec.table_rows, written)
+    if eps is not None:
+        check_eps(eps)
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale is not None and not (np.isfinite(scale) & (scale > 0)).all():
             layer = int(np.flatnonzero(~(np.isfinite(scale) & (scale > 0)))[0])

@@ -135,7 +135,7 @@ def test_pallas_writes_into_torch_memory(problem, arrays):
     home = FRAMEWORKS[0]
     outputs = nan_outputs(problem, "torch")
     given = [*arrays.values(), *outputs.values()]
-    spec = spec_of(home, home.signature(given), None, None, None)
+    spec = spec_of(home, home.signature(given, MATERIALIZE), None, None, None)
     results = run(spec, *carry_in(given, spec, home, "jax"))
     for result, out in zip(results, outputs.values(), strict=True):
         assert result.unsafe_buffer_pointer() == out.data_ptr()

@@ -12,14 +12,22 @@ import fkv
 HOUSE = Path(fkv.__file__).parent
 BACKENDS = ("triton", "pallas")
 RULES = {  # module -> what of fkv it may import
-    "__init__": {"reference", "_api"},
+    "__init__": {"reference", "_api", "_materializer"},
     "_api": {"_backends", "_frameworks", "_spec"},
     "_backends": {"_errors"},
     "_errors": set(),
     "_frameworks": {"_errors", "_spec"},
     "_spec": {"_errors"},
+    "_materializer": {
+        *("_api", "_checkpoint", "_errors", "_frameworks", "_layers", "_spec", "_weights"),
+    },
+    "_layers": {"_errors", "_frameworks", "_rope", "_spec"},
+    "_weights": {"_errors", "_frameworks", "_spec"},
+    "_checkpoint": {"_errors", "_rope", "_spec"},
+    "_rope": {"_errors"},
     "reference": set(),
-    "__main__": {"", "_backends", "_bench", "_demo", "_doctor", "_report"},
+    "__main__": {"", "_backends", "_bench", "_demo", "_doctor", "_report", "_run"},
+    "_run": {"", "_backends", "_checkpoint", "_errors", "_weights"},
     "_bench": {"", "reference"},
     "_report": {"_bench", "_demo"},
     "_demo": {"", "_backends", "_doctor", "reference"},
@@ -82,7 +90,17 @@ def loaded_by(code, *names):
 
 
 def test_import_fkv_imports_no_framework():
-    heavy = ("torch", "jax", "jaxlib", "triton", "typer", "rich", "absl", "ml_dtypes")
+    heavy = (
+        "torch",
+        "jax",
+        "jaxlib",
+        "triton",
+        "typer",
+        "rich",
+        "absl",
+        "ml_dtypes",
+        "safetensors",
+    )
     assert loaded_by("import fkv", *heavy, "numpy") == {"numpy"}
 
 
@@ -105,6 +123,17 @@ def test_a_jax_call_does_not_import_torch():
         "fkv.materialize(z((1, 1, 32)), z((1, 16)), z(1) + 1, z((1, 16)), z(1, 'int32'))"
     )
     assert loaded_by(call, "torch", "triton", "jax") == {"jax"}
+
+
+@pytest.mark.needs("jax")
+def test_a_materializer_of_jax_arrays_does_not_import_torch():
+    call = (
+        "import jax.numpy as jnp, fkv\n"
+        "z = jnp.zeros\n"
+        "m = fkv.KVMaterializer.from_weights(z((1, 32, 8)), z((1, 16)), z(1) + 1, z((4, 16)))\n"
+        "m(z((1, 8)), z(1, 'int32'))"
+    )
+    assert loaded_by(call, "torch", "triton", "jax", "safetensors") == {"jax"}
 
 
 def functions_of(module):

@@ -70,7 +70,7 @@ def qwen3(dtype, head_dim):
     return {name: to_numpy(array) for name, array in problem.items()}, *map(to_numpy, results)
 
 
-def their_bound(kv, k_norm_weight, eps, cos_sin_cache, positions):
+def their_bound(kv, k_norm_weight, eps, cos_sin_cache, positions, roundings=3):
     """The largest |transformers - exact| of K that its arithmetic explains, elementwise.
 
     With u = 2**-24 and U the unit roundoff of kv's dtype, along Qwen3RMSNorm and
@@ -86,6 +86,8 @@ def their_bound(kv, k_norm_weight, eps, cos_sin_cache, positions):
     - Where one of these three results is subnormal its rounding adds not U times itself but up to
       h, half the smallest number of the dtype: h*(|w| + 1) on a and on b, and h on each term.
     - The sum is rounded to float32 and to the dtype: (u + U) * (|exact| + noise).
+
+    A fourth of the `roundings` is that of cos and sin, where the table is not of the dtype.
     """
     dim, dtype = k_norm_weight.shape[1], ml_dtypes.finfo(kv.dtype)
     u, U, h = 2.0**-24, float(dtype.eps) / 2, float(dtype.smallest_subnormal) / 2
@@ -100,7 +102,7 @@ def their_bound(kv, k_norm_weight, eps, cos_sin_cache, positions):
     k, _ = np.split(kv.astype("f8"), 2, axis=-1)
     k = np.abs(k).reshape(len(kv), len(eps), -1, dim).swapaxes(0, 1)
     k = k / np.sqrt(np.mean(k**2, axis=-1, keepdims=True) + eps[:, None, None, None]) * weight
-    growth = (1 + ((dim + 3) / 2 + 5) * u) * (1 + U) ** 3 - 1
+    growth = (1 + ((dim + 3) / 2 + 5) * u) * (1 + U) ** roundings - 1
     noise = growth * sizes(k) + h * (sizes(weight + 1 + 0 * k) + 2)
     exact, _ = fkv.reference.materialize(kv, k_norm_weight, eps, cos_sin_cache, positions)
     return noise + (u + U) * (np.abs(exact) + noise)

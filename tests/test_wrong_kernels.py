@@ -169,7 +169,7 @@ def run(backend, problem):
     home = next(f for f in FRAMEWORKS if f.name == BACKENDS[backend])
     outputs = {"k_out": None, "v_out": None} | nan_outputs(problem, home.name)
     arrays = [to_framework(array, home.name) for array in problem.values()] + [*outputs.values()]
-    spec = spec_of(home, home.signature(arrays), None, None, None)
+    spec = spec_of(home, home.signature(arrays, MATERIALIZE), None, None, None)
     return importlib.import_module(f"fkv.{backend}").run(spec, *arrays)
 
 
