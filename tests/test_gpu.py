@@ -130,6 +130,7 @@ def test_constants_are_lent_once_and_seen_when_they_change(problem, arrays):
 def test_pallas_writes_into_torch_memory(problem, arrays):
     """Pointers agree, so nothing is copied back: NaN stays where jax had written elsewhere."""
     from fkv._frameworks import FRAMEWORKS, carry_in, spec_of
+    from fkv._spec import MATERIALIZE
     from fkv.pallas import run
 
     home = FRAMEWORKS[0]

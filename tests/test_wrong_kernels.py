@@ -165,6 +165,7 @@ def problem_with_outside_positions(case):
 def run(backend, problem):
     """The backend's own run, below the checks of values, which would refuse on the host."""
     from fkv._frameworks import FRAMEWORKS, spec_of
+    from fkv._spec import MATERIALIZE
 
     home = next(f for f in FRAMEWORKS if f.name == BACKENDS[backend])
     outputs = {"k_out": None, "v_out": None} | nan_outputs(problem, home.name)
