@@ -17,7 +17,6 @@ import numpy as np
 from fkv._errors import sentence
 from fkv._spec import (
     CACHES,
-    INPUTS,
     MATERIALIZE,
     OPTIONAL,
     OUTPUTS,
@@ -239,7 +238,7 @@ def split_caches(k_cache: Any, v_cache: Any) -> tuple[list[Any], tuple[int | Non
         arrays += cache if is_sequence else [cache]
         counts.append(len(cache) if is_sequence else None)
     if (counts[0] is None) != (counts[1] is None):
-        expected = ("one array of all layers" if counts[0] is None else "a sequence of arrays")
+        expected = "one array of all layers" if counts[0] is None else "a sequence of arrays"
         raise TypeError(sentence("v_cache", f"{expected} as `k_cache` is", type_name(v_cache)))
     return arrays, (counts[0], counts[1])
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
+from rich.filesize import decimal
 
 import fkv
 from fkv._backends import BACKENDS
@@ -99,7 +100,7 @@ def prepare(
     job = Job(materializer, framework, backend, hidden, name, positions, out, chunk)
     need, free = 2 * job.array_bytes, shutil.disk_usage(out.parent).free
     if need > free:
-        raise OSError(sentence("--out", f"{_size(need)} of free space", _size(free), str(out)))
+        raise OSError(sentence("--out", f"{decimal(need)} of free space", decimal(free), str(out)))
     return job
 
 
@@ -118,7 +119,7 @@ def run(job: Job, advance: Callable[[int], None]) -> float:
 
 
 def described_size(job: Job) -> str:
-    return _size(job.out.stat().st_size)
+    return decimal(job.out.stat().st_size)
 
 
 def _materialize(job: Job, part: slice) -> Iterator[np.ndarray]:
@@ -237,13 +238,3 @@ def _checked(positions: np.ndarray | None, total_ctx: int, rows: int) -> np.ndar
         cure = "the rows of the RoPE table: --max-position makes more"
         raise ValueError(sentence("HIDDEN", f"0 <= position < {rows}", got, cure))
     return positions
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            break
-        count /= 1000
-    else:
-        unit = "GB"
-    return f"{count:.4g} {unit}"

@@ -39,7 +39,7 @@ MATERIALIZE = Arguments(INPUTS + OUTPUTS, len(INPUTS))
 
 @functools.cache
 def cache_arguments(*num_arrays: int | None) -> Arguments:
-    """Of write_cache, with so many arrays in the sequences k_cache and v_cache; None for a stack."""
+    """Of write_cache, with so many arrays in k_cache and in v_cache; None for a stack."""
     names = list(CACHE_INPUTS)
     for name, num in zip(CACHES, num_arrays, strict=True):
         names += [name] if num is None else [f"{name}[{i}]" for i in range(num)]
@@ -227,9 +227,7 @@ def make_cache_spec(
             _check_shape(name, scale, "one scale a layer", n_layers=sizes.n_layers)
             _check_dtype(name, scale, {"float32": 4})
 
-    k_strides, v_strides = (
-        _cache_strides(array, is_sequence, is_flat, layout) for array in (k, v)
-    )
+    k_strides, v_strides = (_cache_strides(array, is_sequence, is_flat, layout) for array in (k, v))
     slot_strides = _strides(slots) if window or by_layer else (0, *_strides(slots))
     cache = CacheSpec(
         dtype=k.dtype,

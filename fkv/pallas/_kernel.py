@@ -65,9 +65,9 @@ def columns_of(size: int, multiple: int, least: int = 1) -> int:
 def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: Any) -> Any:
     """The kernel for one problem: (kv [T, L, 2, H, D], weight, eps, table, positions) -> (k, v).
 
-    With a cache: (the same, slot_mapping, what is given of commit_lens, k_scale and v_scale, Refs of
-    k_cache and v_cache) -> (). The slots are [T] or [L, T], a cache [L, num_slots, H, D] or, HND,
-    [L, num_pages, H, page_size, D].
+    With a cache: (the same, slot_mapping, what is given of commit_lens, k_scale and v_scale, and
+    Refs of k_cache and v_cache) -> (). The slots are [T] or [L, T], a cache [L, num_slots, H, D]
+    or, HND, [L, num_pages, H, page_size, D].
     """
     block_t, block_h, cache = tiles.block_t, tiles.block_h, spec.cache
     head_dim, rotary_dim, dtype = spec.head_dim, spec.rotary_dim, jnp.dtype(spec.dtype)
@@ -215,7 +215,10 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         if cache is not None:
             where = places()
             scales = iter(cache_refs[2 if cache.window else 1 :])
-            k_scale, v_scale = (scale_of(next(scales), layer) if is_scaled else None for is_scaled in cache.is_scaled)
+            k_scale, v_scale = (
+                scale_of(next(scales), layer) if is_scaled else None
+                for is_scaled in cache.is_scaled
+            )
 
         @pl.loop(1, block_t // UNROLLED)
         def _(group: jax.Array) -> None:
@@ -231,7 +234,9 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         if v_rounded is not None:
             for h in range(block_h):
                 for piece in v_pieces:
-                    within(v_rounded, h, piece)[...] = rounded(load(within(v_tile, h, piece)), v_scale)
+                    within(v_rounded, h, piece)[...] = rounded(
+                        load(within(v_tile, h, piece)), v_scale
+                    )
             plgpu.commit_smem()
         write(v_tile if v_rounded is None else v_rounded, v_out_ref)
 

@@ -58,7 +58,9 @@ def run(
 def write(spec: Spec, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The same into the caches, which come last; into their memory where they are torch's."""
     if spec.cache is not None and spec.cache.is_sequence:
-        array, stack = ("torch.Tensor", "torch") if spec.framework == "torch" else ("jax.Array", "jnp")
+        array, stack = (
+            ("torch.Tensor", "torch") if spec.framework == "torch" else ("jax.Array", "jnp")
+        )
         expected = f'one {array} of all layers for backend="pallas"'
         cure = f'{stack}.stack, or backend="triton"'
         raise NotImplementedError(sentence("k_cache", expected, "an array a layer", cure))

@@ -50,8 +50,14 @@ def _store(pointer, value, mask, ROUND_TO: tl.constexpr):
 
 
 @triton.jit
-def _cache_pointer(base_ptr, layer, stride_layer, IS_SEQUENCE: tl.constexpr, ALIGNED: tl.constexpr,
-                   DTYPE: tl.constexpr):
+def _cache_pointer(
+    base_ptr,
+    layer,
+    stride_layer,
+    IS_SEQUENCE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     """Of one layer: in the array of all, or from the addresses of an array each."""
     if IS_SEQUENCE:
         address = tl.load(base_ptr + layer)
@@ -218,9 +224,7 @@ def materialize_kernel(
     eps = tl.load(eps_ptr + layer * stride_eps_l)
 
     stored = stored[:, None, None]
-    v_layer = _cache_pointer(
-        v_out_ptr, layer, stride_v_l, IS_SEQUENCE, CACHE_ALIGNED, CACHE_DTYPE
-    )
+    v_layer = _cache_pointer(v_out_ptr, layer, stride_v_l, IS_SEQUENCE, CACHE_ALIGNED, CACHE_DTYPE)
     v_row = v_layer + v_token[:, None, None] + head * stride_v_h
     if CONVERT_V:
         v = v.to(tl.float32)
@@ -243,9 +247,7 @@ def materialize_kernel(
 
     k = k * scale * _columns(weight, FULL_ROTARY)
     k_partner = k_partner * scale * _columns(partner_weight, FULL_ROTARY)
-    k_layer = _cache_pointer(
-        k_out_ptr, layer, stride_k_l, IS_SEQUENCE, CACHE_ALIGNED, CACHE_DTYPE
-    )
+    k_layer = _cache_pointer(k_out_ptr, layer, stride_k_l, IS_SEQUENCE, CACHE_ALIGNED, CACHE_DTYPE)
     k_row = k_layer + k_token[:, None, None] + head * stride_k_h
     k_first = k_row + _columns(dim, FULL_ROTARY)
     k_mask = k_mask & stored
