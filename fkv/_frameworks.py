@@ -289,11 +289,13 @@ def _torch_to_jax(arrays: Sequence[Any], spec: Spec) -> Sequence[Any]:
         if out is not None and out.is_inference() and not _in_inference_mode():
             expected = 'no inference tensor for backend="pallas" outside of torch.inference_mode()'
             raise ValueError(sentence(name, expected, "one", 'backend="triton" takes it'))
-        if spec.cache is not None and not out.is_contiguous():  # a copy would be of the whole cache
+        if out is None or spec.cache is None:
+            continue
+        if not out.is_contiguous():  # a copy would be of the whole cache
             got = f"strides {list(out.stride())} for shape {list(out.shape)}"
             expected = 'a contiguous tensor for backend="pallas"'
             raise ValueError(sentence(name, expected, got, 'backend="triton" takes it'))
-        if spec.cache is not None and not _is_aligned(out):
+        if not _is_aligned(out):
             _refuse_unaligned(name, out)
     import jax
 

@@ -161,12 +161,15 @@ def as_size(name: str, value: Any) -> int | None:
 
 
 class _Sizes(NamedTuple):
+    """Of a Spec."""
+
     total_ctx: int
     n_layers: int
     num_kv_heads: int
     head_dim: int
     rotary_dim: int
     table_rows: int
+    dtype: str
 
 
 def make_spec(
@@ -182,7 +185,7 @@ def make_spec(
     """
     *inputs, k_out, v_out = layouts
     sizes = _check_inputs(framework, inputs, num_kv_heads, head_dim, rotary_dim)
-    kv = inputs[0]
+    out_dtype = {sizes.dtype: FLOATS[sizes.dtype]}
     out_shape = dict(
         n_layers=sizes.n_layers,
         total_ctx=sizes.total_ctx,
@@ -192,7 +195,7 @@ def make_spec(
     for name, out in (("k_out", k_out), ("v_out", v_out)):
         if out is not None:
             _check_shape(name, out, **out_shape)
-            _check_written(name, out, {kv.dtype: FLOATS[kv.dtype]}, "the dtype of kv")
+            _check_written(name, out, out_dtype, "the dtype of kv")
     dense = _packed(tuple(out_shape.values()))
     k_strides = k_out.strides or dense if k_out else dense
     v_strides = v_out.strides or dense if v_out else dense
@@ -228,7 +231,9 @@ def make_cache_spec(
             _check_dtype(name, scale, {"float32": 4})
 
     k_strides, v_strides = (_cache_strides(array, is_sequence, is_flat, layout) for array in (k, v))
-    slot_strides = _strides(slots) if window or by_layer else (0, *_strides(slots))
+    slots_row, slots_t = _strides(slots) if window or by_layer else (0, *_strides(slots))
+    others = (0 if array is None else _strides(array)[0] for array in (lens, *scales))
+    lens_b, k_scale_l, v_scale_l = others
     cache = CacheSpec(
         dtype=k.dtype,
         layout=layout,
@@ -240,10 +245,13 @@ def make_cache_spec(
         is_mapped_by_layer=by_layer,
         is_scaled=(scales[0] is not None, scales[1] is not None),
         strides=CacheStrides(
-            *slot_strides,
-            *(0 if array is None else _strides(array)[0] for array in (lens, *scales)),
-            k_strides[1],
-            v_strides[1],
+            slots_row=slots_row,
+            slots_t=slots_t,
+            lens_b=lens_b,
+            k_scale_l=k_scale_l,
+            v_scale_l=v_scale_l,
+            k_page=k_strides[1],
+            v_page=v_strides[1],
         ),
     )
     out_strides = (k_strides[0], *k_strides[2:], v_strides[0], *v_strides[2:])
@@ -346,7 +354,6 @@ def _spec(
     return Spec(
         framework=framework,
         **sizes._asdict(),
-        dtype=kv.dtype,
         table_dtype=table.dtype,
         positions_dtype=positions.dtype,
         device=_one_device(arguments.names, layouts),
@@ -426,7 +433,7 @@ def _check_inputs(
 
     _check_shape("positions", positions, "one row of the table a token", total_ctx=total_ctx)
     _check_dtype("positions", positions, INTEGERS)
-    return _Sizes(total_ctx, n_layers, num_kv_heads, head_dim, rotary_dim, table_rows)
+    return _Sizes(total_ctx, n_layers, num_kv_heads, head_dim, rotary_dim, table_rows, kv.dtype)
 
 
 def _check_written(name: str, array: Layout, allowed: dict[str, int], hint: str = "") -> None:

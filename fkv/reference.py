@@ -62,11 +62,11 @@ def write_cache(
     The caches, stacked, are not changed. Of tokens with one slot the last one stays.
     """
     k, v = materialize(kv, k_norm_weight, eps, cos_sin_cache, positions)
-    where = dict(slot_mapping=slot_mapping, commit_lens=commit_lens, layout=layout)
     if k_cache.dtype.name in _FLOAT8:
         k = _clamped(k / _scale(k_scale), k_cache.dtype.name)
     v = v if v.dtype == v_cache.dtype else quantize(v, v_scale, v_cache.dtype)
-    return place(k, k_cache.astype(np.float64), **where), place(v, v_cache, **where)
+    where = (slot_mapping, commit_lens, layout)
+    return place(k, k_cache.astype(np.float64), *where), place(v, v_cache, *where)
 
 
 def quantize(values: ArrayLike, scale: ArrayLike | None, dtype: Any) -> np.ndarray:

@@ -266,7 +266,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
 
     num_parts, num_table_parts = head_dim // columns, rotary_dim // table_columns
     tile = (num_parts, block_t, block_h, columns)
-    rounded_tile = None if out_dtype == dtype else plgpu.SMEM(tile, out_dtype)
+    rounded_tile: Any = None if out_dtype == dtype else plgpu.SMEM(tile, out_dtype)
     table_tile = (num_table_parts, block_t, table_columns)
     out = jax.ShapeDtypeStruct(spec.out_shape, dtype)
     lane = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)

@@ -171,7 +171,7 @@ def _materialize(spec: Spec, interpreted: bool, inputs: tuple[jax.Array, ...]) -
     return kernel(kv, weight, eps, table, positions)
 
 
-def _write(spec: Spec, interpreted: bool, arrays: tuple[jax.Array | None, ...]) -> Any:
+def _write(spec: Spec, interpreted: bool, arrays: tuple[Any, ...]) -> Any:
     """New caches, or the same memory where it is donated."""
     cache = spec.cache
     assert cache is not None
@@ -194,7 +194,7 @@ def _write(spec: Spec, interpreted: bool, arrays: tuple[jax.Array | None, ...]) 
 
 
 @jax.custom_jvp
-def _without_gradient(arrays: tuple[jax.Array | None, ...]) -> tuple[jax.Array | None, ...]:
+def _without_gradient(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return arrays
 
 

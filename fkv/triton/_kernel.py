@@ -1,4 +1,5 @@
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 """Device code. A program does BLOCK_T tokens x BLOCK_H heads of one layer.
 
 A pair (i, i + R/2) has to meet in one thread. Where all of K rotates, its two halves are loaded

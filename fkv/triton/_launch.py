@@ -71,7 +71,7 @@ def run(
     return k, v
 
 
-def write(spec: Spec, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def write(spec: Spec, *tensors: Any) -> tuple[torch.Tensor, ...]:
     """The same into the caches, which come last."""
     num_inputs = spec.arguments.num_inputs
     inputs, caches = tensors[:5], tensors[num_inputs:]
