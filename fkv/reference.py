@@ -130,8 +130,8 @@ def error_bound(
       beside the result where the two cancel.
     - float32 flushed to zero below 2**-126: the squares, beside mean + eps, and the products.
     - the store: half a unit in the last place of `dtype` at the result.
-    - float8: all of that divided by k_scale [L], and the division's own u before the store;
-      clamping moves no value away from another.
+    - float8: all of that divided by k_scale [L], which k_n may be multiplied with the reciprocal
+      of: 2*u more; clamping moves no value away from another.
 
     Infinite where the sum of squares leaves float32's range (values of about 1e18 and more, where
     the kernels return 0) and where the result, rounded up, leaves that of `dtype`.
@@ -152,11 +152,12 @@ def error_bound(
     with np.errstate(divide="ignore", invalid="ignore"):
         delta = ((dim + 3) / 2 + 6) * _U + 0.5 * _TINY / (mean + eps)
         flushed = _TINY * weight * (1 + 1 / np.sqrt(mean + eps))
-        noise = (delta + 2 * _U) * rotated(np.abs(k)) + rotated(flushed + 0 * k) + 2 * _TINY
+        delta += 2 * _U * (k_scale is not None)
+        tiny = rotated(flushed + 0 * k) + 2 * _TINY
+        noise = (delta + 2 * _U) * rotated(np.abs(k)) + tiny
         noise = np.where(dim * mean < _FORMATS["float32"][2], noise, np.inf)
         if dtype in _FLOAT8:
-            exact, noise = exact / _scale(k_scale), noise / _scale(k_scale)
-            noise = noise + _U * (np.abs(exact) + noise) + _TINY
+            exact, noise = exact / _scale(k_scale), noise / _scale(k_scale) + tiny
             return noise + _half_ulp(_clamped(np.abs(exact) + noise, dtype), dtype)
         return noise + _half_ulp(np.abs(exact) + noise, dtype)
 

@@ -72,9 +72,33 @@ def _cache_pointer(
 
 @triton.jit
 def _scale_of(scale_ptr, layer, stride):
-    """Of one layer; NaN for what is no scale."""
+    """Of one layer times a power of two, that power, and the reciprocal of the product.
+
+    The power keeps remainders within float32's range. NaN for what is no scale.
+    """
     scale = tl.load(scale_ptr + layer * stride)
-    return tl.where((scale > 0.0) & (scale < float("inf")), scale, float("nan"))
+    scale = tl.where((scale > 0.0) & (scale < float("inf")), scale, float("nan"))
+    power = tl.where(scale < 2.0**-60, 2.0**100, tl.where(scale > 2.0**100, 2.0**-60, 1.0))
+    scale *= power
+    return scale, power, tl.div_rn(1.0, scale)
+
+
+@triton.jit
+def _divided(x, scale, power, reciprocal, IN_SOFTWARE: tl.constexpr):
+    """x / scale, so that it rounds to the float8 that a correctly rounded quotient rounds to.
+
+    By the reciprocal and one correction: beside each value halfway between two float8, and for each
+    significand of a scale, that was seen to be the correctly rounded quotient. A division's own
+    code made float8 as slow to write as bfloat16.
+    """
+    x *= power
+    if IN_SOFTWARE:  # the interpreter's fma rounds twice
+        quotient = tl.div_rn(x, scale)
+    else:
+        product = x * reciprocal
+        corrected = tl.fma(tl.fma(-scale, product, x), reciprocal, product)
+        quotient = tl.where(tl.abs(product) < 2.0**60, corrected, product)  # not infinities, NaN
+    return quotient
 
 
 @triton.jit
@@ -222,6 +246,12 @@ def materialize_kernel(
     weight = tl.load(weight_row + weight_offset, mask=dim_mask, other=0.0).to(tl.float32)
     partner_weight = tl.load(weight_row + partner_offset, mask=rotary_mask, other=0.0)
     partner_weight = partner_weight.to(tl.float32)
+    if k_scale_ptr is not None:  # divides all of K, as the weight multiplies it
+        _, power, reciprocal = _scale_of(k_scale_ptr, layer, stride_k_scale)
+        reciprocal *= power
+        reciprocal = tl.where(reciprocal > 2.0**100, 2.0**100, reciprocal)  # no infinities
+        weight *= reciprocal
+        partner_weight *= reciprocal
     eps = tl.load(eps_ptr + layer * stride_eps_l)
 
     stored = stored[:, None, None]
@@ -230,7 +260,8 @@ def materialize_kernel(
     if CONVERT_V:
         v = v.to(tl.float32)
         if v_scale_ptr is not None:
-            v = tl.div_rn(v, _scale_of(v_scale_ptr, layer, stride_v_scale))
+            v_scale, power, reciprocal = _scale_of(v_scale_ptr, layer, stride_v_scale)
+            v = _divided(v, v_scale, power, reciprocal, ROUND_TO is not None)
         _store(v_row + v_dim, v, v_mask & stored, ROUND_TO)
     else:
         tl.store(v_row + v_dim, v, mask=v_mask & stored)
@@ -257,11 +288,6 @@ def materialize_kernel(
         partner_rotated = k_partner * cos + k * sin
     else:
         rotated = k * cos + k_partner * sin
-    if k_scale_ptr is not None:
-        k_scale = _scale_of(k_scale_ptr, layer, stride_k_scale)
-        rotated = tl.div_rn(rotated, k_scale)
-        if FULL_ROTARY:
-            partner_rotated = tl.div_rn(partner_rotated, k_scale)
     _store(k_first, rotated, k_mask, ROUND_TO)
     if FULL_ROTARY:
         _store(k_first + HALF, partner_rotated, k_mask, ROUND_TO)
