@@ -101,19 +101,50 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         tile = lax.broadcast_in_dim(vector, (block_t, width), (dim,))
         return tile if interpret else plgpu.layout_cast(tile, tiles.layout)
 
-    def rounded(x: jax.Array, scale: Any) -> jax.Array:
+    def rounded(x: jax.Array) -> jax.Array:
         """From float32. Float8 saturates, as the hardware's conversion does by itself."""
-        if scale is not None:
-            x = x / scale
         if interpret and out_dtype.itemsize == 1:
             largest = float(jnp.finfo(out_dtype).max)
             x = jnp.clip(x, -largest, largest)
         return x.astype(out_dtype)
 
-    def scale_of(ref: Any, layer: Any) -> Any:
-        """NaN for what is no scale."""
+    def scale_of(ref: Any, layer: Any) -> tuple[Any, Any, Any]:
+        """Times a power of two, that power, and the reciprocal of the product.
+
+        The power keeps remainders within float32's range. NaN for what is no scale.
+        """
         scale = ref[layer]
-        return jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.nan)
+        scale = jnp.where((scale > 0) & (scale < jnp.inf), scale, jnp.nan)
+        power = jnp.where(scale > 2.0**100, 2.0**-60, 1.0)
+        power = jnp.where(scale < 2.0**-60, 2.0**100, power)
+        return scale * power, power, reciprocal(scale * power)
+
+    def reciprocal(x: Any) -> Any:
+        """The nearest to it. What a division compiles to is 2 units in the last place off.
+
+        A product and a sum compile to one fma, so that a remainder is exact. The last step is for
+        an x just below a power of two. For each significand and start this was seen to be right.
+        """
+        result = 1.0 / x
+        if interpret:
+            return result
+        for _ in range(2):
+            result = result + result * (1.0 - x * result)
+        above = result * (1 + 2.0**-23)
+        return jnp.where(jnp.abs(1.0 - x * above) < jnp.abs(1.0 - x * result), above, result)
+
+    def divided(x: jax.Array, scale: Any, power: Any, inverse: Any) -> jax.Array:
+        """So that it rounds to the float8 that a correctly rounded quotient rounds to.
+
+        By the reciprocal and one correction: beside each value halfway between two float8, and for
+        each significand of a scale, that was seen to be the correctly rounded quotient.
+        """
+        x = x * power
+        if interpret:
+            return x / scale
+        product = x * inverse
+        corrected = product + inverse * (x - scale * product)
+        return jnp.where(jnp.abs(product) < 2.0**60, corrected, product)  # not infinities, NaN
 
     def body(
         kv_ref: Any,
@@ -159,7 +190,11 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
             return [load(table_tile.at[i, :, pl.ds(at, size)]) for (i, at), size in where]
 
         def weights(pieces: list[Any]) -> list[jax.Array]:
-            rows = (load(weight_ref.at[layer, piece], reduced=0) for piece in pieces)
+            rows = [load(weight_ref.at[layer, piece], reduced=0) for piece in pieces]
+            if k_scale is not None:  # divides all of K, as the weight multiplies it
+                _, power, inverse = k_scale
+                inverse = jnp.where(inverse * power > 2.0**100, 2.0**100, inverse * power)
+                rows = [row * inverse for row in rows]
             return [broadcast(row, row.shape[0], 1) for row in rows]
 
         def positions_of(first_row: Any) -> list[jax.Array]:
@@ -234,9 +269,9 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         if v_rounded is not None:
             for h in range(block_h):
                 for piece in v_pieces:
-                    within(v_rounded, h, piece)[...] = rounded(
-                        load(within(v_tile, h, piece)), v_scale
-                    )
+                    v = load(within(v_tile, h, piece))
+                    v = v if v_scale is None else divided(v, *v_scale)
+                    within(v_rounded, h, piece)[...] = rounded(v)
             plgpu.commit_smem()
         write(v_tile if v_rounded is None else v_rounded, v_out_ref)
 
@@ -255,11 +290,11 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
             for i in range(len(k1_pieces)):
                 a = k1[i] * broadcast(scale, k1[i].shape[1], 0) * w1[i]
                 b = k2[i] * broadcast(scale, k2[i].shape[1], 0) * w2[i]
-                within(out_tile, h, k1_pieces[i])[...] = rounded(a * cos[i] - b * sin[i], k_scale)
-                within(out_tile, h, k2_pieces[i])[...] = rounded(b * cos[i] + a * sin[i], k_scale)
+                within(out_tile, h, k1_pieces[i])[...] = rounded(a * cos[i] - b * sin[i])
+                within(out_tile, h, k2_pieces[i])[...] = rounded(b * cos[i] + a * sin[i])
             for i in range(len(k3_pieces)):
                 c = k3[i] * broadcast(scale, k3[i].shape[1], 0) * w3[i]
-                within(out_tile, h, k3_pieces[i])[...] = rounded(c, k_scale)
+                within(out_tile, h, k3_pieces[i])[...] = rounded(c)
         plgpu.commit_smem()
         write(out_tile, k_out_ref)
         plgpu.wait_smem_to_gmem(0)
