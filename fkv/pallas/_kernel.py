@@ -97,6 +97,12 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         layout = tiles.layout if reduced is None else tiles.layout.reduce(reduced)
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
+    def store(ref: Any, x: jax.Array) -> None:
+        if interpret or not hasattr(plgpu, "store"):  # in jax 0.11 an assignment is not optimized
+            ref[...] = x
+        else:
+            plgpu.store(ref, x, optimized=False)
+
     def broadcast(vector: jax.Array, width: int, dim: int) -> jax.Array:
         tile = lax.broadcast_in_dim(vector, (block_t, width), (dim,))
         return tile if interpret else plgpu.layout_cast(tile, tiles.layout)
@@ -271,7 +277,7 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
                 for piece in v_pieces:
                     v = load(within(v_tile, h, piece))
                     v = v if v_scale is None else divided(v, *v_scale)
-                    within(v_rounded, h, piece)[...] = rounded(v)
+                    store(within(v_rounded, h, piece), rounded(v))
             plgpu.commit_smem()
         write(v_tile if v_rounded is None else v_rounded, v_out_ref)
 
@@ -290,11 +296,11 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
             for i in range(len(k1_pieces)):
                 a = k1[i] * broadcast(scale, k1[i].shape[1], 0) * w1[i]
                 b = k2[i] * broadcast(scale, k2[i].shape[1], 0) * w2[i]
-                within(out_tile, h, k1_pieces[i])[...] = rounded(a * cos[i] - b * sin[i])
-                within(out_tile, h, k2_pieces[i])[...] = rounded(b * cos[i] + a * sin[i])
+                store(within(out_tile, h, k1_pieces[i]), rounded(a * cos[i] - b * sin[i]))
+                store(within(out_tile, h, k2_pieces[i]), rounded(b * cos[i] + a * sin[i]))
             for i in range(len(k3_pieces)):
                 c = k3[i] * broadcast(scale, k3[i].shape[1], 0) * w3[i]
-                within(out_tile, h, k3_pieces[i])[...] = rounded(c)
+                store(within(out_tile, h, k3_pieces[i]), rounded(c))
         plgpu.commit_smem()
         write(out_tile, k_out_ref)
         plgpu.wait_smem_to_gmem(0)
