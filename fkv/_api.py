@@ -20,6 +20,7 @@ from fkv._spec import (
     as_sizes,
     cache_arguments,
     check_cache_values,
+    check_layout,
     check_overlap,
     check_values,
 )
@@ -157,6 +158,7 @@ def write_cache(
 
     Source: SGLang, python/sglang/kernels/ops/speculative/dspark/fused_kv_write.py.
     """
+    check_layout(layout)
     caches, counts = split_caches(k_cache, v_cache)
     arguments = cache_arguments(*counts)
     where = (slot_mapping, commit_lens, k_scale, v_scale)

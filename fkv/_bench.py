@@ -431,13 +431,18 @@ def empty_kernel_us() -> float:
 def host_us(call: Call, calls: int = 400) -> dict[str, float]:
     """What the caller's thread spends on a call; the GPU is waited for outside of the clock."""
     times = []
-    for index in range(calls + 40):
-        start = time.perf_counter()
-        result = call()
-        times.append((time.perf_counter() - start) * 1e6)
-        if index % 20 == 0:
-            _wait(result)
-        del result
+    gc.collect()
+    gc.disable()  # or one call in some hundreds pays for all
+    try:
+        for index in range(calls + 40):
+            start = time.perf_counter()
+            result = call()
+            times.append((time.perf_counter() - start) * 1e6)
+            if index % 20 == 0:
+                _wait(result)
+            del result
+    finally:
+        gc.enable()
     return spread(times[40:])
 
 

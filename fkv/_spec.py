@@ -160,6 +160,14 @@ def as_size(name: str, value: Any) -> int | None:
     raise TypeError(sentence(name, "an integer or None", f"{type(value).__name__} {value!r}"))
 
 
+def check_layout(layout: Any) -> None:
+    if not isinstance(layout, str):
+        got = f"{type(layout).__name__} {layout!r}"
+        raise TypeError(sentence("layout", '"NHD" or "HND"', got))
+    if layout not in LAYOUTS:
+        raise ValueError(sentence("layout", '"NHD" or "HND"', repr(layout)))
+
+
 class _Sizes(NamedTuple):
     """Of a Spec."""
 
@@ -262,8 +270,6 @@ def _check_caches(
     sizes: _Sizes, caches: Sequence[tuple[str, Layout | None]], is_sequence: bool, layout: str
 ) -> tuple[bool, int, int]:
     """Is it flat; the pages and the tokens of each."""
-    if layout not in LAYOUTS:
-        raise ValueError(sentence("layout", '"NHD" or "HND"', repr(layout)))
     if is_sequence:
         for name in CACHES:
             num = sum(each.startswith(name) for each, _ in caches)

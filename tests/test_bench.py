@@ -247,6 +247,7 @@ def test_a_small_run(tmp_path):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
 def test_a_small_run_with_peers(tmp_path):
     path = tmp_path / "out.json"
     arguments = ("--geometry", "2,2,64,64", "--total-ctx", "16", "--total-ctx", "64")
