@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-from fkv import _bench, _run
+from fkv import _bench, _bench_cache
 from fkv._backends import BACKENDS
 from fkv._demo import CALLS, ROUTES, Backend, Result, host_bytes, make_problem, run_route
 from fkv._doctor import cures, described, diagnose, gpus, packages
@@ -17,6 +17,7 @@ from fkv._doctor import cures, described, diagnose, gpus, packages
 try:
     import typer
 
+    from fkv import _run
     from fkv._report import (
         check_all,
         check_writable,
@@ -27,6 +28,7 @@ try:
         show,
         styled,
         time_all,
+        time_caches,
         verdict,
         write_json,
     )
@@ -51,6 +53,11 @@ class Dtype(StrEnum):
 class BackendName(StrEnum):
     triton = "triton"
     pallas = "pallas"
+
+
+class Function(StrEnum):
+    materialize = "materialize"
+    write_cache = "write_cache"
 
 
 def main() -> None:
@@ -214,6 +221,9 @@ def bench(
     peers: Annotated[
         bool, typer.Option(help="Also torch eager, torch.compile and jax.jit.")
     ] = True,
+    function: Annotated[
+        Function | None, typer.Option(help="This one alone.", show_default="both")
+    ] = None,
 ) -> None:
     """Time the kernels on a GPU, beside what else does their job.
 
@@ -257,7 +267,12 @@ def bench(
                 console.print(f"{one.backend.name} is left out: {one.why}", style="yellow")
         # The grid asks the peers at some sizes only; whoever names sizes wants them there.
         peers_at = (total_ctx or _bench.PEER_CTX) if peers else ()
-        report = time_all(geometries, total_ctx or _bench.TOTAL_CTX, able, peers_at, sglang)
+        report = _bench.about() | {"rows": []}
+        if function != "write_cache":
+            report = time_all(geometries, total_ctx or _bench.TOTAL_CTX, able, peers_at, sglang)
+        if function == "write_cache" or (function is None and not geometry):
+            tokens = total_ctx or [*_bench_cache.TOTAL_CTX]
+            report["caches"] = time_caches(able, tokens, sglang)
     else:
         why = "No GPU: interpreted times mean nothing"
         if able:
@@ -268,7 +283,8 @@ def bench(
     if json_file:
         write_json(report, json_file)
         console.print(f"Wrote {json_file}")
-    wrong = Counter(row["who"] for row in report["rows"] if row.get("right", True) is False)
+    rows = report["rows"] + report.get("caches", [])
+    wrong = Counter(row["who"] for row in rows if row.get("right", True) is False)
     for who, count in wrong.items():
         console.print(f"{who}: {count} wrong results, which were not timed.", style="bold red")
     if wrong.keys() & BACKENDS.keys():

@@ -200,17 +200,17 @@ def jax_plain(kv: Any, k_norm_weight: Any, eps: Any, cos_sin_cache: Any, positio
     return k.astype(kv.dtype), v
 
 
-def sglang_file(folder: Path) -> Path:
-    return folder / "sglang/kernels/ops/speculative/fused_kv_materialize.py"
+def sglang_file(folder: Path, name: str = "fused_kv_materialize.py") -> Path:
+    return folder / "sglang/kernels/ops/speculative" / name
 
 
-def load_sglang(folder: Path) -> Any:
-    """SGLang's function out of its one file, which needs torch and triton alone."""
-    spec = importlib.util.spec_from_file_location("sglang_kernel", sglang_file(folder))
+def load_sglang(file: Path, function: str) -> Any:
+    """A function of SGLang out of its one file, which needs torch and triton alone."""
+    spec = importlib.util.spec_from_file_location("sglang_kernel", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module._fused_norm_rope_stacked
+    return getattr(module, function)
 
 
 class Bench:
@@ -220,7 +220,12 @@ class Bench:
         import torch
 
         self.backends, self.peers_at = backends, peers_at
-        self.sglang = load_sglang(sglang) if sglang else None
+        self.sglang = self.sglang_writer = None
+        if sglang:
+            self.sglang = load_sglang(sglang_file(sglang), "_fused_norm_rope_stacked")
+            writer = sglang_file(sglang, "dspark/fused_kv_write.py")
+            if writer.is_file():
+                self.sglang_writer = load_sglang(writer, "fused_kv_norm_rope_write")
         self.compiled: tuple[Geometry | None, Any] = (None, None)
         self.to_clear = torch.empty(CLEARED, dtype=torch.int8, device="cuda")
         self.clears = {name for name, _ in kernels_of(self.clear)}
@@ -269,22 +274,39 @@ class Bench:
         return calls
 
     def measure(self, geometry: Geometry, total_ctx: int) -> Iterator[dict]:
+        """The rows of one problem."""
+        import torch
+
+        inputs = make_inputs(geometry, total_ctx)
+        rows_used = len(torch.unique(inputs["positions"]))
+
+        def checked(who: str, call: Call) -> dict[str, Any]:
+            for out in self.outputs.values():  # or it passes with what another one wrote
+                out.fill_(torch.nan)
+            return check(call, geometry, inputs)
+
+        calls = self.calls(geometry, inputs, total_ctx in self.peers_at)
+        common = {
+            **geometry._asdict(),
+            "total_ctx": total_ctx,
+            "bytes": moved_bytes(geometry, total_ctx, rows_used),
+        }
+        return self.rows(calls, checked, common)
+
+    def rows(
+        self, calls: dict[str, Call], checked: Callable[[str, Call], dict], common: dict[str, Any]
+    ) -> Iterator[dict]:
         """A row for each who, wrong ones without a time; then the copy of as many bytes.
 
         The speed of memory is measured beside it, as it moves with temperature.
         """
         import torch
 
-        inputs = make_inputs(geometry, total_ctx)
-        rows_used = len(torch.unique(inputs["positions"]))
-        moved = moved_bytes(geometry, total_ctx, rows_used)
-        calls, rows = self.calls(geometry, inputs, total_ctx in self.peers_at), []
+        calls, rows, moved, total_ctx = dict(calls), [], common["bytes"], common["total_ctx"]
         for who, call in list(calls.items()):
-            row = {"who": who, **geometry._asdict(), "total_ctx": total_ctx, "bytes": moved}
-            for out in self.outputs.values():  # or it passes with what another one wrote
-                out.fill_(torch.nan)
+            row = {"who": who, **common}
             try:
-                row |= check(call, geometry, inputs)
+                row |= checked(who, call)
             except NotImplementedError as refusal:  # not wrong, but nothing to time
                 row |= {"right": None, "note": str(refusal)}
             rows.append(row)
@@ -293,7 +315,7 @@ class Bench:
         source = torch.randint(0, 99, (moved // 2,), dtype=torch.int8, device="cuda")
         target = torch.empty_like(source)
         calls["copy"] = lambda: target.copy_(source)
-        rows.append({"who": "copy", **geometry._asdict(), "total_ctx": total_ctx, "bytes": moved})
+        rows.append({"who": "copy", **common})
         memory = torch.randint(0, 99, (2, COPIED), dtype=torch.int8, device="cuda")
         calls["memory"] = lambda: memory[0].copy_(memory[1])
         times = self.times(calls, runs=runs_for(moved))
@@ -306,7 +328,7 @@ class Bench:
             row["gb_s"] = moved / row["cold_us"]["median"] / 1e3
             row["memory_gb_s"] = copy_gb_s
             row["share_of_copy"] = row["gb_s"] / copy_gb_s
-            of_torch = row["who"] not in ("pallas", "jax.jit")
+            of_torch = not row["who"].startswith(("pallas", "jax.jit"))
             if of_torch and total_ctx <= REPLAYED_CTX:
                 row["replay_us"] = replay_us(calls[row["who"]])
             yield row
@@ -354,9 +376,9 @@ def check(call: Call, geometry: Geometry, inputs: dict[str, Any]) -> dict[str, A
     k, v = (x if isinstance(x, torch.Tensor) else torch.from_dlpack(x) for x in results)
     tokens = torch.from_numpy(sampled_tokens(len(inputs["kv"]))).cuda()
     sample = inputs | {name: inputs[name][tokens] for name in ("kv", "positions")}
-    numbers = {name: _numpy(tensor) for name, tensor in sample.items()}
+    numbers = {name: to_numpy(tensor) for name, tensor in sample.items()}
     exact, _ = materialize(**numbers)
-    worst = worst_error(_numpy(k[:, tokens]), exact, error_bound(**numbers, dtype="bfloat16"))
+    worst = worst_error(to_numpy(k[:, tokens]), exact, error_bound(**numbers, dtype="bfloat16"))
     expected = inputs["kv"].view(len(inputs["kv"]), n_layers, 2, num_kv_heads, head_dim)
     bits = expected[:, :, 1].permute(1, 0, 2, 3).view(torch.int16)
     same_v = torch.equal(v.view(torch.int16), bits)
@@ -526,7 +548,7 @@ def _wait(result: Any) -> None:
     torch.cuda.synchronize()
 
 
-def _numpy(tensor: Any) -> np.ndarray:
+def to_numpy(tensor: Any) -> np.ndarray:
     return (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import math
 import os
@@ -17,11 +18,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from rich.text import Text
 
-from fkv import _bench
+from fkv import _bench, _bench_cache
 from fkv._demo import ROUTES, Result, make_problem, run_route
 
 # No markup: messages hold names like fkv[triton].
 console = Console(markup=False, highlight=False, emoji=False)
+TIMES = ("cold\nus", "10 to 90 %", "GB/s", "of\ncopy", "hot\nus", "replay\nus")  # columns
 
 
 def check_all(
@@ -73,7 +75,7 @@ def time_all(
     peers_at: Collection[int],
     sglang: Path | None,
 ) -> dict[str, Any]:
-    """Everything there is to time on this GPU."""
+    """Everything there is to time of materialize on this GPU."""
     report: dict[str, Any] = _bench.about() | {"rows": []}
     scaled = _bench.SCALED if geometries == _bench.GEOMETRIES else []
     with new_progress() as progress:
@@ -83,8 +85,7 @@ def time_all(
         timer = _bench.Bench(backends, peers_at, sglang)
         report["empty_kernel_us"] = _bench.empty_kernel_us()
         for sizes in geometries:
-            columns = ("cold\nus", "10 to 90 %", "GB/s", "of\ncopy", "hot\nus", "replay\nus")
-            table = geometry_table(sizes, *columns, "launches", "error\n/ bound")
+            table = geometry_table(sizes, *TIMES, "launches", "error\n/ bound")
             for total_ctx in tokens:
                 progress.update(task, description=f"{','.join(map(str, sizes))} at {total_ctx}")
                 for row in timer.measure(sizes, total_ctx):
@@ -114,6 +115,27 @@ def time_all(
         table.add_row(row["who"], str(row["total_ctx"]), *spread_cells(row["us"]))
     show(table)
     return report
+
+
+def time_caches(backends: list[str], tokens: list[int], sglang: Path | None) -> list[dict]:
+    """Everything there is to time of write_cache on this GPU."""
+    rows = []
+    with new_progress() as progress:
+        task = progress.add_task("write_cache", total=len(tokens))
+        _bench.warm_up()
+        timer = _bench.Bench(backends, (), sglang)
+        for total_ctx in tokens:
+            measured = _bench_cache.measure(timer, total_ctx)
+            for cache, group in itertools.groupby(measured, lambda row: row["cache"]):
+                table = geometry_table(_bench.GEOMETRIES[0], *TIMES, "launches", "error\n/ bound")
+                table.title = f"write_cache: {cache}"
+                for row in group:
+                    rows.append(row)
+                    table.add_row(*timed_cells(row))
+                show(table)
+            _bench.forget()
+            progress.advance(task)
+    return rows
 
 
 def timed_cells(row: dict[str, Any]) -> list[Text | str]:

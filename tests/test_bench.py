@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fkv.__main__ as command
-from fkv import _bench, _demo, _report
+from fkv import _bench, _bench_cache, _demo, _report
 from test_cli import blocked, invoke
 
 ON_GPU = torch.cuda.is_available()
@@ -164,26 +164,75 @@ def test_a_gpu_that_torch_does_not_see_is_not_timed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "asked"),
+    ("options", "peers_at", "cache_ctx"),
     [
-        ((), _bench.PEER_CTX),
-        (("--total-ctx", "64"), [64]),
-        (("--total-ctx", "64", "--no-peers"), ()),
+        ((), _bench.PEER_CTX, [16, 2048, 16384, 65536]),
+        (("--total-ctx", "64"), [64], [64]),
+        (("--total-ctx", "64", "--no-peers"), (), [64]),
+        (("--geometry", "2,2,64,64"), _bench.PEER_CTX, None),
+        (("--function", "materialize"), _bench.PEER_CTX, None),
+        (("--function", "write_cache"), None, [16, 2048, 16384, 65536]),
     ],
 )
-def test_peers_are_asked_at_the_sizes_named(monkeypatch, options, asked):
-    seen = []
+def test_what_is_asked_for_is_timed(monkeypatch, options, peers_at, cache_ctx):
+    seen = [None, None]
 
     def time_all(geometries, tokens, backends, peers_at, sglang):
-        seen.append(peers_at)
+        seen[0] = peers_at
         return {"rows": []}
+
+    def time_caches(backends, tokens, sglang):
+        seen[1] = tokens
+        return []
 
     compiled = command.diagnose(command.BACKENDS["triton"], [])._replace(kernel="compiled")
     monkeypatch.setattr(command, "diagnose", lambda *_: compiled)
     monkeypatch.setattr(command, "gpus", lambda _: ["a GPU"])
     monkeypatch.setattr(command, "time_all", time_all)
+    monkeypatch.setattr(command, "time_caches", time_caches)
     assert invoke("bench", *options)[0] == 0
-    assert seen == [asked]
+    assert seen == [peers_at, cache_ctx]
+
+
+def cache_inputs(total_ctx=21, n_layers=2, num_kv_heads=4, head_dim=64):
+    random = torch.Generator().manual_seed(0)
+    steps = torch.arange(0, head_dim, 2) / head_dim
+    angles = torch.arange(100)[:, None] / 1e4**steps
+    inputs = {
+        "kv": torch.randn(total_ctx, n_layers, 2 * num_kv_heads * head_dim, generator=random),
+        "k_norm_weight": torch.rand(n_layers, head_dim, generator=random) + 0.5,
+        "eps": torch.full((n_layers,), 1e-6),
+        "cos_sin_cache": torch.cat([angles.cos(), angles.sin()], dim=1),
+        "positions": torch.randint(100, (total_ctx,), generator=random),
+    }
+    inputs["kv"] = inputs["kv"].bfloat16()
+    return {name: tensor.cuda() if ON_GPU else tensor for name, tensor in inputs.items()}
+
+
+@pytest.mark.parametrize("variant", _bench_cache.VARIANTS)
+def test_caches_are_checked_before_they_are_timed(variant):
+    problem = _bench_cache.Problem(cache_inputs(), _bench_cache.VARIANTS[variant])
+    result = problem.check(problem.triton()())
+    assert result["right"], result
+    if variant == "float8_e4m3fn, scaled":
+        assert problem.check(problem.pallas()())["right"]
+    k_cache, v_cache = problem.caches
+    assert not problem.check([v_cache, k_cache])["right"]
+    free = next(slot for slot in range(problem.num_slots) if slot not in problem.slots)
+    page, offset = divmod(free, _bench_cache.PAGE_SIZE)
+    if problem.variant.layout == "HND":
+        k_cache[1, page, :, offset] = 0
+    else:
+        problem._by_slot(k_cache)[1, free] = 0
+    assert not problem.check(problem.caches)["right"]
+
+
+def test_bytes_of_a_cache():
+    inputs = cache_inputs()
+    rows = len(inputs["positions"].unique()) * 64 * 4
+    for variant, itemsize in (("flat", 2), ("float8_e4m3fn", 1)):
+        problem = _bench_cache.Problem(inputs, _bench_cache.VARIANTS[variant])
+        assert problem.moved_bytes() == 21 * 2 * 512 * (2 + itemsize) + rows
 
 
 def test_json_that_can_not_be_written_is_said_before_measuring(monkeypatch, tmp_path):
