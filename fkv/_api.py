@@ -138,8 +138,8 @@ def write_cache(
             torch tensors are written in place; the last dim is contiguous, the others may be
             strided, in the same way in each layer. jax arrays are immutable, see Returns.
         slot_mapping: [T], or [L, T] with a map of its own for each layer; int32 or int64. A
-            negative slot skips its token, whose position and kv may then be anything. If two
-            tokens have one slot, one of them is there afterwards, in each head; which is not said.
+            negative slot skips its token, whose position and kv may then be anything. Tokens with
+            one slot are written at the same time: do not ask what is there afterwards.
         commit_lens: [B], int32 or int64: slot_mapping is then [B, W] with B*W = T, and only the
             first commit_lens[b] tokens of row b are written.
         k_scale, v_scale: [L], float32, with float8 caches only; None is 1. Values are divided,

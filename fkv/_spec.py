@@ -519,12 +519,14 @@ def check_cache_values(
     if lens is not None:
         _check_range("commit_lens", lens, cache.window + 1, "the columns of slot_mapping", "count")
         written = (np.arange(cache.window) < lens[:, None]).ravel()
-    if slots is not None:
+    # While jax traces one of the two, nobody knows what is skipped.
+    known = slots is not None and (lens is not None or not cache.window)
+    if slots is not None and known and 0 not in spec.out_shape:
         slots = slots.reshape(-1, spec.total_ctx)
         hint = "the capacity of the caches; a negative slot skips its token"
         _check_range("slot_mapping", slots.max(0), cache.num_slots, hint, "slot", written, None)
         written &= (slots >= 0).any(0)
-    if positions is not None:
+    if positions is not None and known:
         check_positions(positions, spec.table_rows, written)
     if eps is not None:
         check_eps(eps)

@@ -108,11 +108,13 @@ def materialize_kernel(spec: Spec, tiles: Tiles, grid: tuple[int], interpret: An
         return tile if interpret else plgpu.layout_cast(tile, tiles.layout)
 
     def rounded(x: jax.Array) -> jax.Array:
-        """From float32. Float8 saturates, as the hardware's conversion does by itself."""
-        if interpret and out_dtype.itemsize == 1:
-            largest = float(jnp.finfo(out_dtype).max)
-            x = jnp.clip(x, -largest, largest)
-        return x.astype(out_dtype)
+        """From float32. Float8 saturates and has one NaN, as the hardware's conversion has it."""
+        if not interpret or out_dtype.itemsize > 1:
+            return x.astype(out_dtype)
+        largest = float(jnp.finfo(out_dtype).max)
+        clipped = jnp.clip(x, -largest, largest).astype(out_dtype)
+        bits = jnp.where(jnp.isnan(x), 0x7F, lax.bitcast_convert_type(clipped, jnp.uint8))
+        return lax.bitcast_convert_type(bits.astype(jnp.uint8), out_dtype)
 
     def scale_of(ref: Any, layer: Any) -> tuple[Any, Any, Any]:
         """Times a power of two, that power, and the reciprocal of the product.
