@@ -26,10 +26,13 @@ RULES = {  # module -> what of fkv it may import
     "_checkpoint": {"_errors", "_rope", "_spec"},
     "_rope": {"_errors"},
     "reference": set(),
-    "__main__": {"", "_backends", "_bench", "_demo", "_doctor", "_report", "_run"},
+    "__main__": {
+        *("", "_backends", "_bench", "_bench_cache", "_demo", "_doctor", "_report", "_run"),
+    },
     "_run": {"", "_backends", "_checkpoint", "_errors", "_weights"},
     "_bench": {"", "reference"},
-    "_report": {"_bench", "_demo"},
+    "_bench_cache": {"", "_bench", "reference"},
+    "_report": {"_bench", "_bench_cache", "_demo"},
     "_demo": {"", "_backends", "_doctor", "reference"},
     "_doctor": {"", "_backends"},
 } | {
