@@ -218,6 +218,14 @@ def to_numpy(array):
     return array.numpy()
 
 
+def lay(problem, framework):
+    """All of its arrays as those of `framework`."""
+    return {
+        name: to_framework(value, framework) if isinstance(value, np.ndarray) else value
+        for name, value in problem.items()
+    }
+
+
 def nan_outputs(problem, framework):
     """k_out and v_out full of NaN, which shows what is not written; nothing for jax."""
     if framework == "jax":
