@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from cases import CASES, DTYPES
+from cases import CACHE_CASES, CASES, DTYPES
 
 TESTS = Path(__file__).parent
 
 
 def compile_for_hopper(jobs):
-    """A report for each (case, dtype[, arguments that equal 1]); see compile_for_hopper.py."""
+    """A report for each (case, dtype[, arguments that equal 1]); see compile_for_hopper.py.
+
+    The dtype is None for a line of CACHE_CASES.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "compile_for_hopper.py"],
@@ -56,6 +59,43 @@ def test_triton_compiles_with_any_integer_equal_to_1():
     integers += ("positions_t", "k_l", "k_t", "k_h", "v_l", "v_t", "v_h")
     jobs = [("head_dim_16", "bfloat16", [f"stride_{name}"]) for name in integers]
     assert len(compile_for_hopper(jobs)) == len(jobs)
+
+
+@pytest.mark.needs("torch")
+def test_triton_compiles_every_cache_case_without_spills():
+    """J-06 and M-08: also with each stride that only a cache has equal to 1."""
+    jobs = [(name, None) for name, case in CACHE_CASES.items() if case.T and case.L]
+    strides = ("slots_row", "slots_t", "lens", "k_scale", "v_scale", "k_page", "v_page")
+    jobs += [("e4m3", None, [f"stride_{name}"]) for name in strides]
+    for job, report in zip(jobs, compile_for_hopper(jobs), strict=True):
+        assert report["resources"]["LOCAL"] == 0, job
+        assert report["resources"]["STACK"] == 0, job
+        case = CACHE_CASES[job[0]]
+        if case.D == 128 and case.dtype == case.cache_dtype:
+            assert set(report["stores"]) == {16}, job
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", [n for n, c in CACHE_CASES.items() if c.pallas and c.T and c.L])
+def test_pallas_lowers_every_cache_case_for_cuda(name):
+    import jax
+
+    from fkv._spec import Layout, cache_arguments, make_cache_spec
+    from fkv.pallas._launch import _write
+
+    problem = CACHE_CASES[name].make()
+    layout = problem.pop("layout")
+    for argument, array in problem.items():
+        if array.dtype == "int64":  # jax has it as int32
+            problem[argument] = array.astype("int32")
+    arguments = cache_arguments(None, None)
+    arrays = [problem.get(argument) for argument in arguments.names]
+    layouts = [None if a is None else Layout(a.shape, None, str(a.dtype), None) for a in arrays]
+    spec = make_cache_spec("jax", arguments, layouts, layout)
+    inputs = [None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
+    traced = jax.jit(lambda *arrays: _write(spec, False, arrays)).trace(*inputs)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1  # one kernel
 
 
 @pytest.mark.needs("jax")

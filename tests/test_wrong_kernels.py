@@ -39,7 +39,7 @@ FAULTS = {
             ("k_partner * cos + k * sin", "k_partner + 0 * cos"),
             ("rotary_mask = dim < ROTARY_DIM", "rotary_mask = dim < HALF"),
         ],
-        "pallas": [("(b * cos[i] + a * sin[i])", "b")],
+        "pallas": [("b * cos[i] + a * sin[i]", "b")],
     },
     "pairs_interleaved": {
         "triton": [
@@ -119,7 +119,7 @@ FAULTS = {
     },
     "last_head_dropped": {
         "triton": [("(head < NUM_KV_HEADS)", "(head < NUM_KV_HEADS - 1)")],
-        "pallas": [("head + h, piece])", "jnp.maximum(head + h - 1, 0), piece])")],
+        "pallas": [("for h in range(block_h):", "for h in range(block_h - 1):")],
     },
     "last_token_dropped": {
         "triton": [("token_mask = token < total_ctx", "token_mask = token < total_ctx - 1")],
@@ -127,11 +127,16 @@ FAULTS = {
     },
     "v_is_k": {
         "triton": [("k_row + NUM_KV_HEADS * HEAD_DIM + v_dim", "k_row + v_dim")],
-        "pallas": [("(v_tile, v_pieces, 1)", "(v_tile, v_pieces, 0)")],
+        "pallas": [("fetch(1, v_tile", "fetch(0, v_tile")],
     },
     "v_from_the_next_head": {
         "triton": [("NUM_KV_HEADS * HEAD_DIM + v_dim", "(NUM_KV_HEADS - 1) * HEAD_DIM + v_dim")],
-        "pallas": [("kind, head + h, piece]", "kind, (head + h + kind) % spec.num_kv_heads, piece]")],
+        "pallas": [
+            (
+                "plgpu.copy_smem_to_gmem(tile.at[i], target)",
+                "for h in range(block_h): plgpu.copy_smem_to_gmem(tile.at[i, :, h], out_ref.at[layer, tokens, lax.rem(head + h + (tile is v_tile), spec.num_kv_heads), piece])",
+            )
+        ],
     },
     "v_through_half_precision": {
         "triton": [("v_row + v_dim, v, mask", "v_row + v_dim, v.to(tl.float32).to(tl.float16).to(v.dtype), mask")],
@@ -145,7 +150,7 @@ FAULTS = {
             ("(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16", "bits >> 16"),  # interpreted
             ("value.to(pointer.dtype.element_ty)", "(value.to(tl.uint32, bitcast=True) & 0xFFFF0000).to(tl.float32, bitcast=True).to(pointer.dtype.element_ty)"),
         ],
-        "pallas": [("(a * cos[i] - b * sin[i])", "((a * cos[i] - b * sin[i]) * (1 - 2.0**-9))")],
+        "pallas": [("a * cos[i] - b * sin[i]", "(a * cos[i] - b * sin[i]) * (1 - 2.0**-9)")],
     },
 }  # fmt: skip
 
