@@ -319,7 +319,8 @@ def run(
     """
     try:
         with console.status("reading the checkpoint"):
-            job = _run.prepare(checkpoint, hidden, out, chunk, backend, dtype, max_position)
+            name = None if backend is None else backend.value
+            job = _run.prepare(checkpoint, hidden, out, chunk, name, dtype, max_position)
             device = str(job.materializer.device)
             compiled = bool(gpus(job.framework))
         with new_progress() as progress:

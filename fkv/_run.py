@@ -93,7 +93,7 @@ def prepare(
         raise ValueError(sentence("HIDDEN", expected, str(list(shape)), "from the checkpoint"))
     wanted = dtype_name(materializer.dtype)
     if stored != NAMES[wanted]:
-        got = DTYPES.get(stored, stored)
+        got = DTYPES.get(stored) or stored
         cure = f"the dtype of the checkpoint, or --dtype {got}" if stored in DTYPES else ""
         raise ValueError(sentence("HIDDEN", f"{name} of dtype {wanted}", got, cure))
     positions = _checked(positions, shape[0], len(materializer._weights.cos_sin_cache))
@@ -140,10 +140,15 @@ def _materialize(job: Job, part: slice) -> Iterator[np.ndarray]:
     if job.name == "target_hidden":
         hidden = m.project_target_hidden(hidden)
     for array in m(hidden, positions):
-        if job.framework == "torch":
-            array = array.cpu().view(torch.uint8).numpy()
-        array = np.asarray(array)
-        yield array.view(np.uint8).reshape(*array.shape[:2], -1)
+        yield _bytes(array, job.framework).reshape(*array.shape[:2], -1)
+
+
+def _bytes(array: Any, framework: str) -> np.ndarray:
+    if framework == "torch":
+        import torch
+
+        return array.view(torch.uint8).cpu().numpy()
+    return np.asarray(array).view(np.uint8)
 
 
 def _write_header(file: BinaryIO, job: Job) -> int:
