@@ -113,7 +113,7 @@ def test_right(files, backend, name):
     assert_file_is_right(folder, hidden, out, BACKENDS[backend])
     assert "run: n_layers 2, num_kv_heads 1, head_dim 16, rotary_dim 16, bfloat16" in output
     assert re.search(rf"{backend} \((compiled|interpreted)\) on .*: 11 tokens in ", output)
-    assert f"Wrote {out}: k and v [2, 11, 1, 16], 1.5" in output
+    assert f"Wrote {out}: k and v [2, 11, 1, 16], 1.6 kB" in output
     assert [path.name for path in out.parent.glob("*kv*")] == ["kv.safetensors"]
 
 
@@ -262,7 +262,7 @@ def test_no_space(files, monkeypatch):
     folder, write, out = files
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(_run.shutil, "disk_usage", lambda path: usage)
-    message = f"`--out`: expected 1.408 kB of free space, got 1 kB ({out})"
+    message = f"`--out`: expected 1.4 kB of free space, got 1.0 kB ({out})"
     refused(message, folder, write(), "--out", out)
 
 
