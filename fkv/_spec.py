@@ -521,13 +521,13 @@ def check_cache_values(
         written = (np.arange(cache.window) < lens[:, None]).ravel()
     # While jax traces one of the two, nobody knows what is skipped.
     known = slots is not None and (lens is not None or not cache.window)
-    if slots is not None and known and slots.size:
-        slots = slots.reshape(-1, spec.total_ctx)
+    if slots is not None and known:
+        maps = spec.n_layers if cache.is_mapped_by_layer else 1
+        # -1, a slot that skips, for the tokens that have no map where there are no layers.
+        slots = slots.reshape(maps, spec.total_ctx).max(0, initial=-1)
         hint = "the capacity of the caches; a negative slot skips its token"
-        _check_range("slot_mapping", slots.max(0), cache.num_slots, hint, "slot", written, None)
-        written &= (slots >= 0).any(0)
-    elif slots is not None and not slots.size:
-        written[:] = False  # no layer has a map
+        _check_range("slot_mapping", slots, cache.num_slots, hint, "slot", written, None)
+        written &= slots >= 0
     if positions is not None and known:
         check_positions(positions, spec.table_rows, written)
     if eps is not None:
