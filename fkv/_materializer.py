@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fkv import _checkpoint
-from fkv._api import materialize
+from fkv._api import materialize, write_cache
 from fkv._errors import sentence
 from fkv._frameworks import Framework, is_on_host, is_traced
 from fkv._layers import check_same, copy_layers, grown_table, read_layers, read_table
@@ -90,7 +90,7 @@ class KVMaterializer:
     rotary_emb: Any = None  # None where the table was given
     _weights: Weights
     _static: Static
-    _workspace: Workspace  # on torch
+    _workspace: dict[str, Buffer]  # on torch: kv, and k and v of `materialize`
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class KVMaterializer:
             backend=backend,
         )
         if home.name == "torch":
-            self._workspace = Workspace()
+            self._workspace = {name: Buffer() for name in ("kv", "k", "v")}
         else:
             _register_pytree()
 
@@ -413,19 +413,66 @@ class KVMaterializer:
             expected, cure = "a materializer of torch tensors", "k, v = m(ctx_hidden, positions)"
             raise TypeError(sentence("write_layer_kv", expected, "one of jax arrays", cure))
         self._check(ctx_hidden, positions)
-        weights, s, total_ctx = self._weights, self._static, ctx_hidden.shape[0]
+        s, total_ctx = self._static, ctx_hidden.shape[0]
         if total_ctx == 0:
             return
+        kv = self._project_borrowed(ctx_hidden)
         shape = (s.n_layers, total_ctx, s.num_kv_heads, s.head_dim)
-        if s.project is None:
-            flat, k_out, v_out = self._workspace.take(ctx_hidden, shape)
-            kv = _matrix_product(weights, ctx_hidden, flat).view(total_ctx, s.n_layers, -1)
-        else:
-            kv = _project(self, ctx_hidden)
-            _, k_out, v_out = self._workspace.take(kv, shape, projected=True)
+        k_out, v_out = (self._workspace[name].take(kv, shape, 1) for name in ("k", "v"))
         k, v = _call(self, kv, positions, k_out, v_out)
         for layer in range(s.n_layers):
             write_layer_kv(layer, k[layer], v[layer])
+
+    def write_cache(
+        self,
+        ctx_hidden: Any,
+        positions: Any,
+        k_cache: Any,
+        v_cache: Any,
+        slot_mapping: Any,
+        *,
+        commit_lens: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        layout: Literal["NHD", "HND"] = "NHD",
+    ) -> tuple[Any, Any]:
+        """Write K and V straight into the slots of a cache: :func:`fkv.write_cache`.
+
+        On torch into the caches that are given, and the projection into memory that is used again;
+        on jax the result is new caches, in the memory of the old ones under a jax.jit that they
+        are donated to.
+
+        Args:
+            ctx_hidden, positions: [T, hidden] and [T], as in a call. Those of a token that is
+                skipped may be anything.
+            k_cache, v_cache, slot_mapping, commit_lens, k_scale, v_scale, layout: those of
+                :func:`fkv.write_cache`.
+
+        Returns:
+            (k_cache, v_cache), as :func:`fkv.write_cache`.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as a call does, and fkv.write_cache.
+        """
+        weights, s = self._weights, self._static
+        check_hidden(s.home, "ctx_hidden", ctx_hidden, self._like, s.hidden_size)
+        check_position_layout(s.home, positions, ctx_hidden.shape[0], self._like)
+        if self._on_jax:
+            kv = self.project(ctx_hidden)
+        else:
+            self._check_extremes(positions, slot_mapping, commit_lens)
+            weights = self._weights  # whose table may have grown
+            kv = self._project_borrowed(ctx_hidden)
+        return write_cache(
+            kv,
+            *(weights.k_norm_weight, weights.eps, weights.cos_sin_cache, positions),
+            *(k_cache, v_cache, slot_mapping, s.num_kv_heads, s.head_dim, s.rotary_dim),
+            commit_lens=commit_lens,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            layout=layout,
+            backend=s.backend,
+        )
 
     def refresh(self, layers: Iterable[Any]) -> None:
         """Copy the layers' K and V projections, K norms and epsilons again, after they changed.
@@ -451,6 +498,16 @@ class KVMaterializer:
         with torch.inference_mode(False), torch.no_grad():
             copy_layers(read, weights.k_norm_weight, weights.eps, weights.kv_weight, weights.bias)
 
+    def _project_borrowed(self, ctx_hidden: Any) -> Any:
+        """kv, on torch, where the next call writes its own."""
+        s, total_ctx = self._static, ctx_hidden.shape[0]
+        if s.project is not None:
+            return _project(self, ctx_hidden)
+        shape = (total_ctx, s.n_layers, 2 * self.kv_size)
+        out = self._workspace["kv"].take(ctx_hidden, shape, 0)
+        _matrix_product(self._weights, ctx_hidden, out.flatten(1))
+        return out
+
     @property
     def _on_jax(self) -> bool:
         return self._static.home.name == "jax"
@@ -471,12 +528,16 @@ class KVMaterializer:
         else:
             self._check_extremes(positions)
 
-    def _check_extremes(self, positions: Any) -> None:
+    def _check_extremes(self, positions: Any, slots: Any = None, lens: Any = None) -> None:
         """On the host always; on a GPU, which must be waited for, if there is no hint."""
         import torch
 
         hint, rows = self.max_position_hint, len(self._weights.cos_sin_cache)
-        if (positions.is_cuda and hint is not None) or not len(positions):
+        if positions.is_cuda and hint is not None:
+            return
+        if slots is not None:
+            positions = _of_written(self._static.home, positions, slots, lens)
+        if not len(positions):
             return
         if positions.is_cuda and torch.cuda.is_current_stream_capturing():
             expected, why = "a number in a CUDA graph", "positions can't be read back there"
@@ -496,35 +557,34 @@ class KVMaterializer:
             self._weights = self._weights._replace(cos_sin_cache=table)
 
 
-class Workspace:
-    """Memory of `materialize` for up to `capacity` tokens, in the dtype that it was made for."""
+class Buffer:
+    """Memory for up to `capacity` tokens, in the dtype that it was made for."""
 
     def __init__(self) -> None:
         self.capacity = 0
-        self.made: tuple[Any, Any, Any] = (None, None, None)  # kv, k, v
+        self.made: Any = None
         self.captured: list[Any] = []  # by CUDA graphs, which write there when they are replayed
         self.in_graph = False
 
-    def take(self, like: Any, shape: tuple[int, ...], projected: bool = False) -> tuple:
-        """kv [T, L*2*H*D], and K and V of `shape`, [L, T, H, D], in the dtype of `like`."""
+    def take(self, like: Any, shape: tuple[int, ...], axis: int) -> Any:
+        """A tensor of `shape`, with the tokens along `axis`, and the dtype of `like`."""
         import torch
 
-        L, T, H, D = shape
-        if self.capacity < T or self.made[1].dtype != like.dtype:
+        total_ctx = shape[axis]
+        if self.made is None or self.capacity < total_ctx or self.made.dtype != like.dtype:
             if self.in_graph:
                 self.captured.append(self.made)
                 self.in_graph = False
-            capacity = max(T, 2 * self.capacity) if self.capacity < T else self.capacity
-            self.made, self.capacity = (None, None, None), 0  # free it before more is taken
+            grown = max(total_ctx, 2 * self.capacity)
+            capacity = grown if self.capacity < total_ctx else self.capacity
+            self.made, self.capacity = None, 0  # free it before more is taken
+            whole = (*shape[:axis], capacity, *shape[axis + 1 :])
             with torch.inference_mode(False):  # to be written outside of it too
-                options = {"dtype": like.dtype, "device": like.device}
-                kv = None if projected else torch.empty(capacity, L * 2 * H * D, **options)
-                k, v = (torch.empty(L, capacity, H, D, **options) for _ in range(2))
-            self.made, self.capacity = (kv, k, v), capacity
+                self.made = torch.empty(whole, dtype=like.dtype, device=like.device)
+            self.capacity = capacity
         if like.is_cuda and torch.cuda.is_current_stream_capturing():
             self.in_graph = True
-        kv, k, v = self.made
-        return None if kv is None else kv[:T], k[:, :T], v[:, :T]
+        return self.made.narrow(axis, 0, total_ctx)
 
 
 def _materialize(m: KVMaterializer, ctx_hidden: Any, positions: Any) -> tuple[Any, Any]:
@@ -590,6 +650,25 @@ def _project_target(m: KVMaterializer, target_hidden: Any) -> Any:
 def _precision(weight: Any) -> Any:
     """float32 is float32: by default jax multiplies it in TF32 on a GPU."""
     return "highest" if weight.dtype == "float32" else None
+
+
+def _of_written(home: Framework, positions: Any, slots: Any, lens: Any) -> Any:
+    """The positions, with 0 for tokens that are skipped; none where the slots are malformed."""
+    import torch
+
+    given = (slots,) if lens is None else (slots, lens)
+    if not all(home.owns(x) and x.device == positions.device for x in given):
+        return positions[:0]  # as write_cache will say
+    if lens is None:
+        if slots.ndim not in (1, 2) or slots.shape[-1:] != positions.shape:
+            return positions[:0]
+        written = slots >= 0 if slots.ndim == 1 else (slots >= 0).any(0)
+    else:
+        if slots.ndim != 2 or slots.numel() != len(positions) or lens.shape != slots.shape[:1]:
+            return positions[:0]
+        column = torch.arange(slots.shape[1], device=slots.device)
+        written = ((slots >= 0) & (column < lens[:, None])).flatten()
+    return positions.where(written, 0)
 
 
 @functools.cache

@@ -188,8 +188,8 @@ def test_the_workspace_grows_by_doubling_and_is_reused():
         hidden, positions = inputs(tokens, seed=tokens)
         k, v = collect(m, hidden, positions)
         assert_right(problem_of(layers, m.project(hidden), positions), k, v)
-        addresses.add(m._workspace.made[1].data_ptr())
-        capacities.append(m._workspace.capacity)
+        addresses.add(m._workspace["k"].made.data_ptr())
+        capacities.append(m._workspace["k"].capacity)
     assert capacities == [5, 5, 5, 10, 10, 10, 21, 42]
     assert len(addresses) <= 4
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import fkv
-from cases import DTYPES, Case, assert_right, to_numpy
+from cases import DTYPES, Case, assert_cache_right, assert_right, to_numpy
+from fkv._frameworks import is_on_host
 from fkv._materializer import _jitted, _materialize
 
 CASE = Case(T=5, L=2, H=2, D=16, P=32)
@@ -101,6 +102,38 @@ def test_projection_and_kernel_are_one_jitted_function():
     m(*inputs(seed=2))
     make(seed=3)[0](hidden, positions)
     assert _jitted(_materialize)._cache_size() == compiled
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_write_cache(jitted):
+    """Into new caches, also where jax.jit gets the materializer as an argument."""
+    m, arrays = make()
+    hidden, positions = inputs()
+    positions = positions.at[1].set(-9)  # of the token that is skipped
+    slots = jnp.asarray([3, -1, 0, 7, 4])
+    before = [jnp.full((CASE.L, 8, CASE.H, CASE.D), x, "float32") for x in (7, 8)]
+    write = fkv.KVMaterializer.write_cache
+    k, v = (jax.jit(write) if jitted else write)(m, hidden, positions, *before, slots)
+    side = {name: arrays[name] for name in ("k_norm_weight", "eps", "cos_sin_cache")}
+    problem = {"kv": to_numpy(m.project(hidden)), **side, "positions": to_numpy(positions)}
+    problem |= {"k_cache": to_numpy(before[0]), "v_cache": to_numpy(before[1])}
+    assert_cache_right(problem | {"slot_mapping": to_numpy(slots), "layout": "NHD"}, k, v)
+
+
+def test_write_cache_looks_at_values_on_the_host():
+    m, _ = make()
+    hidden, positions = inputs()
+    if is_on_host(positions):
+        cache = jnp.zeros((CASE.L, 8, CASE.H, CASE.D))
+        message = "`slot_mapping`: expected slot < 8, got 8 at token 4 (the capacity of the caches; a negative slot skips its token)"
+        slots = jnp.asarray([3, -1, 0, 7, 8])
+        refused(ValueError, message, m.write_cache, hidden, positions, cache, cache, slots)
+        message = (
+            f"`positions`: expected 0 <= position < {CASE.P}, got {CASE.P} at token 0 "
+            "(the rows of cos_sin_cache)"
+        )
+        positions = positions.at[0].set(CASE.P)
+        refused(ValueError, message, m.write_cache, hidden, positions, cache, cache, slots % 8)
 
 
 def test_leaves_and_structure():
