@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fkv
-from cases import Case, assert_right, nan_outputs, to_framework, to_numpy
+from cases import CASES, Case, assert_right, nan_outputs, to_framework, to_numpy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -262,3 +262,13 @@ def test_m_12_x_15_the_second_gpu(problem, backend):
     assert_right(problem, k, v)
     with pytest.raises(ValueError, match=r"^`positions`: expected device cuda:1, got cuda:0 "):
         fkv.materialize(**arrays | {"positions": arrays["positions"].to("cuda:0")}, backend=backend)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory(name, backend):
+    """For compute-sanitizer: every geometry that the backend takes."""
+    case = CASES[name]
+    if backend == "triton" or case.pallas:
+        problem = case.make("bfloat16")
+        arrays = {name: to_framework(array, "torch") for name, array in problem.items()}
+        assert_right(problem, *fkv.materialize(**arrays, backend=backend))

@@ -125,7 +125,10 @@ def test_write_cache_looks_at_values_on_the_host():
     hidden, positions = inputs()
     if is_on_host(positions):
         cache = jnp.zeros((CASE.L, 8, CASE.H, CASE.D))
-        message = "`slot_mapping`: expected slot < 8, got 8 at token 4 (the capacity of the caches; a negative slot skips its token)"
+        message = (
+            "`slot_mapping`: expected slot < 8, got 8 at token 4 "
+            "(the capacity of the caches; a negative slot skips its token)"
+        )
         slots = jnp.asarray([3, -1, 0, 7, 8])
         refused(ValueError, message, m.write_cache, hidden, positions, cache, cache, slots)
         message = (
