@@ -6,6 +6,7 @@ missing skips its tests on a desk and fails the run in CI.
 
 import importlib.util
 import os
+import pathlib
 import re
 
 import pytest
@@ -20,6 +21,8 @@ ROUTES = [("torch", "triton"), ("jax", "pallas"), ("torch", "pallas"), ("jax", "
 
 def pytest_addoption(parser):
     parser.addoption("--frameworks", default=",".join(FRAMEWORKS), help="torch,jax or one of them")
+    beside = pathlib.Path(__file__).parents[2]
+    parser.addoption("--sglang", type=pathlib.Path, default=beside, help="where it is unpacked")
 
 
 def pytest_configure(config):
