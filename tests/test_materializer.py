@@ -4,6 +4,7 @@ The letter D is that of reports about such helpers; see test_faults.py for the o
 """
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -169,6 +170,27 @@ def test_the_attributes_of_sglangs_helper():
         "KVMaterializer(n_layers=2, num_kv_heads=2, head_dim=16, rotary_dim=16, hidden_size=24, "
         "torch)"
     )
+
+
+def test_the_two_lines_of_the_readme():
+    """They are all that SGLang's caller changes: it passes these by position, and catches these."""
+    lines = "import fkv\n\nFusedKVMaterializeHelper = fkv.KVMaterializer\n"
+    readme = Path(__file__).parent.parent / "README.md"
+    assert f"```python\n{lines}```" in readme.read_text()
+    namespace = {}
+    exec(lines, namespace)
+    helper = namespace["FusedKVMaterializeHelper"]
+    layers, rope = make_layers(), Rope()
+    m = helper(layers, rope, H, D, torch.device(DEVICE), 8)
+    hidden, positions = inputs(rows=8)
+    problem = problem_of(layers, m.project(hidden), positions)
+    assert_right(problem, *collect(m, hidden, positions))
+    layers[1].self_attn.head_dim = D + 1
+    with pytest.raises(ValueError, match="layer 1"):
+        helper(layers, rope, H, D, torch.device(DEVICE), 8)
+    rope.is_neox_style = False
+    with pytest.raises(NotImplementedError, match="neox"):
+        helper(make_layers(rope=rope), rope, H, D, torch.device(DEVICE), 8)
 
 
 @pytest.mark.parametrize("device", [DEVICE, torch.device(DEVICE), f"{DEVICE}:0"])
