@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Annotated
 
 from fkv import _bench, _bench_cache
-from fkv._backends import BACKENDS
-from fkv._demo import CALLS, ROUTES, Backend, Result, host_bytes, make_problem, run_route
+from fkv._backends import BACKENDS, BackendName
+from fkv._demo import CALLS, ROUTES, Result, host_bytes, make_problem, run_route
 from fkv._doctor import cures, described, diagnose, gpus, packages
 
 try:
@@ -50,7 +50,7 @@ class Dtype(StrEnum):
     float32 = "float32"
 
 
-class BackendName(StrEnum):
+class BackendOption(StrEnum):
     triton = "triton"
     pallas = "pallas"
 
@@ -82,7 +82,7 @@ def demo(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the projection, K and V.")] = Dtype.bfloat16,
     backend: Annotated[
-        BackendName | None, typer.Option(help="Its two routes alone.", show_default="both")
+        BackendOption | None, typer.Option(help="Its two routes alone.", show_default="both")
     ] = None,
 ) -> None:
     """Run fkv.materialize on its four routes, against the float64 reference.
@@ -116,7 +116,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def run_routes(routes: list[tuple[str, Backend]], sizes: Sizes, dtype: str) -> list[Result]:
+def run_routes(routes: list[tuple[str, BackendName]], sizes: Sizes, dtype: str) -> list[Result]:
     with new_progress() as progress:
         task = progress.add_task("float64 reference", total=1 + len(routes))
         problem = make_problem(*sizes, dtype)
@@ -208,7 +208,7 @@ def bench(
         ),
     ] = None,
     backend: Annotated[
-        BackendName | None, typer.Option(help="This one alone.", show_default="both")
+        BackendOption | None, typer.Option(help="This one alone.", show_default="both")
     ] = None,
     geometry: Annotated[
         list[str] | None,
@@ -299,7 +299,7 @@ def run(
     hidden: Annotated[Path, typer.Argument(help="File of safetensors, see above.")],
     out: Annotated[Path, typer.Option(metavar="KV", help="File of safetensors to write.")],
     backend: Annotated[
-        BackendName | None, typer.Option(show_default="triton if torch is installed")
+        BackendOption | None, typer.Option(show_default="triton if torch is installed")
     ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Of the weights.", show_default="the checkpoint's")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fkv._errors import sentence
+
+BackendName = Literal["triton", "pallas"]
 
 
 class Backend(NamedTuple):
     name: str
     framework: str  # whose arrays its kernel takes
-    module: str  # offers check(spec) and run(spec, ...)
+    module: str  # offers run(spec, ...) and write(spec, ...)
     extra: str  # what pip installs for it
 
 

@@ -7,17 +7,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 import fkv
-from fkv._backends import BACKENDS, choose
+from fkv._backends import BACKENDS, BackendName, choose
 from fkv._doctor import described, gpus
 from fkv.reference import error_bound, materialize, worst_error
 
-Backend = Literal["triton", "pallas"]
-ROUTES: list[tuple[str, Backend]] = [
+ROUTES: list[tuple[str, BackendName]] = [
     ("torch", "triton"),
     ("jax", "pallas"),
     ("torch", "pallas"),
@@ -43,7 +42,7 @@ class Result:
     """What one route did."""
 
     home: str  # the framework of the arrays
-    backend: Backend
+    backend: BackendName
     device: str = "-"
     kernel: str = "-"  # compiled, interpreted, not installed, not supported or failed
     worst: float | None = None  # K's error as a multiple of the bound; None if it did not run
@@ -86,7 +85,7 @@ def make_problem(T: int, L: int, H: int, D: int, R: int, dtype: str) -> Problem:
 
 def run_route(
     home: str,
-    backend: Backend,
+    backend: BackendName,
     problem: Problem,
     advance: Callable[[float], None] | None = None,
 ) -> Result:

@@ -12,6 +12,7 @@ import numpy as np
 
 from fkv import _checkpoint
 from fkv._api import materialize, write_cache
+from fkv._backends import BackendName
 from fkv._errors import sentence
 from fkv._frameworks import Framework, is_on_host, is_traced
 from fkv._layers import check_same, copy_layers, grown_table, read_layers, read_table
@@ -28,7 +29,6 @@ from fkv._weights import (
 )
 
 Project = Callable[[Any], Any]
-BackendName = Literal["triton", "pallas"]
 
 
 @dataclass(frozen=True)
@@ -319,6 +319,26 @@ class KVMaterializer:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The width of ctx_hidden; None where `project` alone knows it."""
+        return self._static.hidden_size
+
+    @property
+    def k_norm_weight(self) -> Any:
+        """[L, D], as :func:`fkv.materialize` takes it beside what :meth:`project` gives."""
+        return self._weights.k_norm_weight
+
+    @property
+    def eps(self) -> Any:
+        """[L], float32."""
+        return self._weights.eps
+
+    @property
+    def cos_sin_cache(self) -> Any:
+        """[P, R]; on torch another tensor after it has grown."""
+        return self._weights.cos_sin_cache
 
     @property
     def max_position_hint(self) -> int | None:

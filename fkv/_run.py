@@ -18,12 +18,11 @@ import numpy as np
 from rich.filesize import decimal
 
 import fkv
-from fkv._backends import BACKENDS
+from fkv._backends import BACKENDS, BackendName
 from fkv._checkpoint import DTYPES, import_safetensors
 from fkv._errors import sentence
 from fkv._weights import dtype_name
 
-Backend = Literal["triton", "pallas"]
 NAMES = {dtype: name for name, dtype in DTYPES.items()}  # bfloat16 -> BF16
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 READERS = {"torch": "pt", "jax": "np"}  # what safetensors calls them
@@ -62,7 +61,7 @@ def prepare(
     hidden: Path,
     out: Path,
     chunk: int,
-    backend: Backend | None = None,
+    backend: BackendName | None = None,
     dtype: str | None = None,
     max_position: int | None = None,
 ) -> Job:

@@ -19,7 +19,16 @@ RULES = {  # module -> what of fkv it may import
     "_frameworks": {"_errors", "_spec"},
     "_spec": {"_errors"},
     "_materializer": {
-        *("_api", "_checkpoint", "_errors", "_frameworks", "_layers", "_spec", "_weights"),
+        *(
+            "_api",
+            "_backends",
+            "_checkpoint",
+            "_errors",
+            "_frameworks",
+            "_layers",
+            "_spec",
+            "_weights",
+        ),
     },
     "_layers": {"_errors", "_frameworks", "_rope", "_spec"},
     "_weights": {"_errors", "_frameworks", "_spec"},

@@ -164,6 +164,7 @@ def test_matches_the_layers(dtype, separate, bias):
 def test_the_attributes_of_sglangs_helper():
     m = make(hint=8)
     assert (m.n_layers, m.num_kv_heads, m.head_dim, m.kv_size, m.rotary_dim) == (L, H, D, H * D, D)
+    assert m.hidden_size == HIDDEN
     assert m.device.type == DEVICE
     assert m.max_position_hint == 8
     assert repr(m) == (
@@ -318,7 +319,7 @@ def test_d_10_a_table_that_grows():
     hidden, positions = inputs()
     positions[3] = 30
     k, v = collect(m, hidden, positions)
-    assert len(m._weights.cos_sin_cache) == 31
+    assert len(m.cos_sin_cache) == 31
     assert_right(problem_of(layers, m.project(hidden), positions, rope), k, v)
 
 
@@ -329,7 +330,7 @@ def test_a_table_of_its_own_dtype():
     m = make(layers, rope)
     hidden, positions = inputs()
     k, v = m(hidden, positions)
-    assert m._weights.cos_sin_cache.data_ptr() == rope.cos_sin_cache.data_ptr()
+    assert m.cos_sin_cache.data_ptr() == rope.cos_sin_cache.data_ptr()
     assert_right(problem_of(layers, m.project(hidden), positions, rope), k, v)
 
 

@@ -91,7 +91,7 @@ def test_positions_of_skipped_tokens_may_be_anything(kind, way):
     options = {} if lens is None else {"commit_lens": lens}
     problem = problem_of(m, layers, hidden, positions, caches, slots, rope, **options)
     assert_cache_right(problem, *m.write_cache(hidden, positions, *caches, slots, **options))
-    assert len(m._weights.cos_sin_cache) == 8
+    assert len(m.cos_sin_cache) == 8
 
 
 def test_the_table_grows_for_what_is_written():
@@ -102,7 +102,7 @@ def test_the_table_grows_for_what_is_written():
     positions[2] = 20
     slots = integers(2, 0, 1)
     k, v = m.write_cache(hidden, positions, *caches, slots)
-    assert len(m._weights.cos_sin_cache) == 21
+    assert len(m.cos_sin_cache) == 21
     before = pools()
     problem = problem_of(m, layers, hidden, positions, before, slots, rope)
     assert_cache_right(problem, k, v)
@@ -168,8 +168,7 @@ def test_it_is_fkv_write_cache_of_the_projection():
     hidden, positions = inputs(4)
     slots = integers(9, 3, 4, 1)
     m.write_cache(hidden, positions, *caches, slots)
-    w = m._weights
-    side = (w.k_norm_weight, w.eps, w.cos_sin_cache, positions)
+    side = (m.k_norm_weight, m.eps, m.cos_sin_cache, positions)
     fkv.write_cache(m.project(hidden), *side, *others, slots)
     for mine, its in zip((*caches[0], *caches[1]), (*others[0], *others[1]), strict=True):
         assert torch.equal(mine, its)

@@ -24,7 +24,11 @@ def test_there_are_notebooks():
 @pytest.mark.needs("torch", "jax", "nbclient")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path):
-    missing = [name for name in ("ipykernel", "matplotlib") if not importlib.util.find_spec(name)]
+    missing = [
+        name
+        for name in ("ipykernel", "matplotlib", "safetensors")
+        if not importlib.util.find_spec(name)
+    ]
     if missing and not os.environ.get("CI"):
         pytest.skip(f"{' and '.join(missing)}: not installed")
     import nbformat

@@ -110,7 +110,7 @@ def test_its_helper_and_a_write_for_each_layer(sglang, kind, hint):
     mine.write_cache(hidden, positions, list(pools[2][:2]), list(pools[2][2:]), slots)
     assert torch.equal(pools[1], pools[2])
     assert torch.equal(pools[0][2:], pools[1][2:])
-    side = (mine._weights.k_norm_weight, mine._weights.eps, rope.cos_sin_cache, positions)
+    side = (mine.k_norm_weight, mine.eps, rope.cos_sin_cache, positions)
     numbers = dict(zip(INPUTS, map(to_numpy, (mine.project(hidden), *side)), strict=True))
     for pool in pools:
         assert_right(numbers, pool[:2, slots], pool[2:, slots])
