@@ -238,8 +238,11 @@ def split_caches(k_cache: Any, v_cache: Any) -> tuple[list[Any], tuple[int | Non
         arrays += cache if is_sequence else [cache]
         counts.append(len(cache) if is_sequence else None)
     if (counts[0] is None) != (counts[1] is None):
-        expected = "one array of all layers" if counts[0] is None else "a sequence of arrays"
-        raise TypeError(sentence("v_cache", f"{expected} as `k_cache` is", type_name(v_cache)))
+        name, cache, other, count = ("v_cache", v_cache, "k_cache", counts[0])
+        if k_cache is None:
+            name, cache, other, count = ("k_cache", k_cache, "v_cache", counts[1])
+        expected = "one array of all layers" if count is None else "a sequence of arrays"
+        raise TypeError(sentence(name, f"{expected} as `{other}` is", _kind(cache)))
     return arrays, (counts[0], counts[1])
 
 
@@ -504,19 +507,25 @@ def type_name(array: Any) -> str:
 
 
 def _output_with_jax(name: str, array: Any) -> str:
-    kind = next((f"a {framework.kind}" for framework in FRAMEWORKS if framework.owns(array)), None)
     why = "jax arrays are immutable: leave it out and take the arrays returned"
-    return sentence(name, "None with jax arrays", kind or type_name(array), why)
+    return sentence(name, "None with jax arrays", _kind(array), why)
 
 
 def _wrong_kind(name: str, array: Any, home: Framework, kv: Any) -> str:
-    other = next((framework for framework in FRAMEWORKS if framework.owns(array)), None)
-    got = f"a {other.kind}" if other else type_name(array)
-    if name == "eps" and other is None:
+    got, is_array = _kind(array), any(framework.owns(array) for framework in FRAMEWORKS)
+    is_scale = name in ("k_scale", "v_scale") and isinstance(array, int | float)
+    if is_scale or (name == "eps" and not is_array):
         layers = kv.shape[1] if len(kv.shape) == 3 else "n_layers"
         full = "torch.full" if home.name == "torch" else "jnp.full"
         got = f"{got} {array!r}" if isinstance(array, float) else got
-        cure = f"one epsilon a layer: {full}(({layers},), 1e-06)"
+        what, value = ("scale", array) if is_scale else ("epsilon", 1e-6)
+        cure = f"one {what} a layer: {full}(({layers},), {value})"
         return sentence(name, f"a {home.kind} of shape [n_layers={layers}]", got, cure)
-    cure = "all arrays of one framework" if other else ""
+    cure = "all arrays of one framework" if is_array else ""
     return sentence(name, f"a {home.kind} as `kv` is", got, cure)
+
+
+def _kind(array: Any) -> str:
+    """Of an array or of something else, in words."""
+    kind = next((framework.kind for framework in FRAMEWORKS if framework.owns(array)), None)
+    return f"a {kind}" if kind else type_name(array)

@@ -233,13 +233,13 @@ def make_cache_spec(
     for name, scale in zip(("k_scale", "v_scale"), scales, strict=True):
         if scale is not None:
             if k.dtype not in FLOAT8:
-                got = f"one with caches of {k.dtype}"
-                raise ValueError(sentence(name, "None but for float8 caches", got))
+                expected = f"None with caches of {k.dtype}"
+                raise ValueError(sentence(name, expected, "one", "only float8 is scaled"))
             _check_shape(name, scale, "one scale a layer", n_layers=sizes.n_layers)
             _check_dtype(name, scale, {"float32": 4})
 
     k_strides, v_strides = (_cache_strides(array, is_sequence, is_flat, layout) for array in (k, v))
-    slots_row, slots_t = _strides(slots) if window or by_layer else (0, *_strides(slots))
+    slots_row, slots_t = _strides(slots) if len(slots.shape) == 2 else (0, *_strides(slots))
     others = (0 if array is None else _strides(array)[0] for array in (lens, *scales))
     lens_b, k_scale_l, v_scale_l = others
     cache = CacheSpec(
@@ -290,6 +290,9 @@ def _check_caches(
         raise ValueError(sentence("layout", '"NHD" for a flat cache', got, "it has no pages"))
     num_pages = k.shape[stacked]
     page_size = 1 if is_flat else k.shape[stacked + (1 if layout == "NHD" else 2)]
+    if page_size < 1:
+        expected, got = "a page_size of at least 1", f"shape {list(k.shape)}"
+        raise ValueError(sentence(k_name, expected, got, f'layout="{layout}"'))
     heads = dict(num_kv_heads=sizes.num_kv_heads)
     pages = dict(page_size=page_size)
     shape = dict(
@@ -304,11 +307,12 @@ def _check_caches(
         hint = "" if name == k_name else f"as `{k_name}`"
         _check_shape(name, array, hint, **shape)
         if name == k_name:
-            _check_written(name, array, FLOATS | FLOAT8)
+            cure = "view bytes of float8 as float8_e4m3fn or float8_e5m2"
+            _check_written(name, array, FLOATS | FLOAT8, cure if array.dtype == "uint8" else "")
         else:
             _check_written(name, array, {k.dtype: _itemsize(k)}, f"the dtype of {k_name}")
         first = caches[0 if name.startswith("k") else len(caches) // 2]
-        if first[1] is not None and _strides(array) != _strides(first[1]):
+        if first[1] is not None and _steps(array) != _steps(first[1]):
             expected = f"strides {list(_strides(first[1]))} as `{first[0]}`"
             cure = "one kernel writes all layers"
             raise ValueError(sentence(name, expected, str(list(_strides(array))), cure))
@@ -325,7 +329,9 @@ def _check_slots(sizes: _Sizes, slots: Layout, lens: Layout | None) -> tuple[int
             raise ValueError(sentence("slot_mapping", expected, str(list(slots.shape)), hint))
     elif slots.shape not in ((total_ctx,), (n_layers, total_ctx)):
         expected = f"shape [total_ctx={total_ctx}] or [n_layers={n_layers}, total_ctx={total_ctx}]"
-        raise ValueError(sentence("slot_mapping", expected, str(list(slots.shape))))
+        is_window = len(slots.shape) == 2 and slots.shape[0] * slots.shape[1] == total_ctx
+        hint = "a window of slots comes with commit_lens" if is_window else ""
+        raise ValueError(sentence("slot_mapping", expected, str(list(slots.shape)), hint))
     _check_dtype("slot_mapping", slots, INTEGERS)
     if lens is None:
         return 0, len(slots.shape) == 2
@@ -627,6 +633,11 @@ def _one_device(names: Sequence[str], layouts: Sequence[Layout | None]) -> str |
 
 def _strides(array: Layout) -> tuple[int, ...]:
     return _packed(array.shape) if array.strides is None else array.strides
+
+
+def _steps(array: Layout) -> list[int]:
+    """The strides that are ever taken."""
+    return [s for n, s in zip(array.shape, _strides(array), strict=True) if n > 1]
 
 
 def _packed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import re
 
 import numpy as np
 import pytest
@@ -176,23 +175,6 @@ def test_a_tuple_of_layers_that_are_not_aligned():
     assert v is arguments["v_cache"]
     assert_cache_right(problem, k, v)
     guarded.check()
-
-
-def test_pallas_wants_one_array_of_all_layers(framework):
-    """Nothing is written then, and the message has the cure."""
-    problem = CACHE_CASES["flat"].make()
-    arguments = lay(problem, framework)
-    for name in CACHES:
-        arguments[name] = [to_framework(layer, framework) for layer in problem[name]]
-    kind, stack = {"torch": ("torch.Tensor", "torch"), "jax": ("jax.Array", "jnp")}[framework]
-    message = (
-        f'`k_cache`: expected one {kind} of all layers for backend="pallas", '
-        f'got an array a layer ({stack}.stack, or backend="triton")'
-    )
-    with pytest.raises(NotImplementedError, match=f"^{re.escape(message)}$"):
-        fkv.write_cache(**arguments, backend="pallas")
-    for name in CACHES:
-        np.testing.assert_array_equal(to_stack(arguments[name]), problem[name])
 
 
 # name -> layout, and the axis of one buffer that tells K from V
@@ -392,6 +374,24 @@ def assert_one_token_each(problem, k, v):
         before = problem[name] if problem["layout"] == "NHD" else problem[name].swapaxes(2, 3)
         before = before.reshape(L, N * P, H, D)
         np.testing.assert_array_equal(cache[:, others].view("u2"), before[:, others].view("u2"))
+
+
+@pytest.mark.needs("torch")
+def test_strides_that_are_never_taken():
+    """Layers with one head may differ in its stride."""
+    problem = CacheCase(T=4, L=2, H=1, D=16, page_size=4).make()
+    arguments = lay(problem, "torch")
+    for name in CACHES:
+        first, second = arguments[name].unbind()
+        arguments[name] = [first, second.as_strided(second.shape, (64, 16, 1, 1))]
+    assert_cache_right(problem, *fkv.write_cache(**arguments))
+
+
+def test_empty_windows(framework):
+    """Rows without columns are no tokens."""
+    problem = CacheCase(T=0, H=2).make()
+    problem |= {"slot_mapping": np.zeros((3, 0), "int32"), "commit_lens": np.zeros(3, "int32")}
+    assert_cache_right(problem, *fkv.write_cache(**lay(problem, framework)))
 
 
 def test_native_backend_and_positional_arguments(framework):

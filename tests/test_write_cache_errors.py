@@ -81,7 +81,15 @@ LAYOUTS = [
         "got [2, 16, 2, 8]",
     ),
     ({"k_cache": (SHAPE, "int32")}, f"`k_cache`: expected dtype {DTYPES}, got int32"),
-    ({"k_cache": (SHAPE, "uint8")}, f"`k_cache`: expected dtype {DTYPES}, got uint8"),
+    (
+        {"k_cache": (SHAPE, "uint8")},
+        f"`k_cache`: expected dtype {DTYPES}, got uint8 "
+        "(view bytes of float8 as float8_e4m3fn or float8_e5m2)",
+    ),
+    (
+        {"k_cache": ((2, 4, 0, 2, 16), "bfloat16"), "v_cache": ((2, 4, 0, 2, 16), "bfloat16")},
+        '`k_cache`: expected a page_size of at least 1, got shape [2, 4, 0, 2, 16] (layout="NHD")',
+    ),
     (
         {"v_cache": ((2, 5, 4, 2, 16), "bfloat16")},
         "`v_cache`: expected shape "
@@ -112,7 +120,8 @@ LAYOUTS = [
     ),
     (
         {"slot_mapping": ((2, 2), "int32")},
-        "`slot_mapping`: expected shape [total_ctx=4] or [n_layers=2, total_ctx=4], got [2, 2]",
+        "`slot_mapping`: expected shape [total_ctx=4] or [n_layers=2, total_ctx=4], got [2, 2] "
+        "(a window of slots comes with commit_lens)",
     ),
     (
         {"slot_mapping": ((1, 2, 4), "int32")},
@@ -151,11 +160,11 @@ LAYOUTS = [
     ),
     (
         {"k_scale": ((2,), "float32")},
-        "`k_scale`: expected None but for float8 caches, got one with caches of bfloat16",
+        "`k_scale`: expected None with caches of bfloat16, got one (only float8 is scaled)",
     ),
     (
         {"v_scale": ((2,), "float32")},
-        "`v_scale`: expected None but for float8 caches, got one with caches of bfloat16",
+        "`v_scale`: expected None with caches of bfloat16, got one (only float8 is scaled)",
     ),
 ]
 
@@ -220,11 +229,16 @@ def test_kinds(framework, arrays):
         ("slot_mapping", None, "NoneType"),
         ("slot_mapping", [0, 1, 2, 3], "list"),
         ("commit_lens", 2, "int"),
-        ("k_scale", 0.5, "float"),
         ("v_scale", np.ones(2, "float32"), "numpy.ndarray"),
     ):
         message = f"`{name}`: expected a {kind} as `kv` is, got {got}"
         refused(TypeError, message, arrays, **{name: bad})
+    full = {"torch": "torch.full", "jax": "jnp.full"}[framework]
+    message = (
+        f"`k_scale`: expected a {kind} of shape [n_layers=2], got float 0.5 "
+        f"(one scale a layer: {full}((2,), 0.5))"
+    )
+    refused(TypeError, message, arrays, k_scale=0.5)
 
 
 @pytest.mark.needs("torch", "jax")
@@ -304,9 +318,10 @@ def test_kinds_of_lists(framework, arrays):
     message = "`v_cache`: expected one array of all layers as `k_cache` is, got {}"
     refused(TypeError, message.format("list"), arrays, v_cache=v)
     refused(TypeError, message.format("tuple"), arrays, v_cache=tuple(v))
-    if framework == "torch":
-        message = "`v_cache`: expected a sequence of arrays as `k_cache` is, got torch.Tensor"
-        refused(TypeError, message, arrays, k_cache=k)
+    one = f"`v_cache`: expected a sequence of arrays as `k_cache` is, got a {KINDS[framework]}"
+    refused(TypeError, one, arrays, k_cache=k)
+    none = "`k_cache`: expected a sequence of arrays as `v_cache` is, got NoneType"
+    refused(TypeError, none, arrays, k_cache=None, v_cache=v)
     for bad, got in ((to_numpy(v[1]), "numpy.ndarray"), (None, "NoneType"), ([v[1]], "list")):
         message = f"`v_cache[1]`: expected a {KINDS[framework]} as `kv` is, got {got}"
         refused(TypeError, message, arrays, k_cache=k, v_cache=[v[0], bad])
@@ -535,20 +550,32 @@ def test_devices(tensors):
 @pytest.mark.needs("jax")
 def test_pallas_wants_128_bytes_a_token(framework):
     for case, got in (
-        (CacheCase(T=4, D=16), "3 heads of 16 in bfloat16"),
-        (CacheCase(T=4, H=3, cache_dtype="float8_e5m2"), "3 heads of 64 in float8_e5m2"),
+        (CacheCase(T=4, D=16), "3 of head_dim=16 in bfloat16"),
+        (CacheCase(T=4, H=3, cache_dtype="float8_e5m2"), "3 of head_dim=64 in float8_e5m2"),
         (
             CacheCase(T=4, H=11, D=32, cache_dtype="float8_e4m3fn", scaled="kv", page_size=4),
-            "11 heads of 32 in float8_e4m3fn",
+            "11 of head_dim=32 in float8_e4m3fn",
         ),
     ):
         refused(
             NotImplementedError,
-            f'`k_cache`: expected a multiple of 128 bytes a token for backend="pallas", got {got} '
+            "`k_cache`: expected a multiple of 16 bytes a head and of 128 a token for "
+            f'backend="pallas", got num_kv_heads={got} '
             '(backend="triton" takes any)',
             lay(case.make(), framework),
             backend="pallas",
         )
+
+
+@pytest.mark.needs("jax")
+def test_pallas_wants_16_bytes_a_head(framework):
+    case = CacheCase(T=4, H=16, D=72, R=16, cache_dtype="float8_e4m3fn", scaled="kv")
+    message = (
+        "`k_cache`: expected a multiple of 16 bytes a head and of 128 a token for "
+        'backend="pallas", got num_kv_heads=16 of head_dim=72 in float8_e4m3fn '
+        '(backend="triton" takes any)'
+    )
+    refused(NotImplementedError, message, lay(case.make(), framework), backend="pallas")
 
 
 @pytest.mark.needs("jax")

@@ -146,9 +146,11 @@ def _sizes_of_rows(spec: Spec, sizes: list[int], columns: int) -> list[int]:
     num = spec.num_kv_heads
     able = [h for h in range(num, 0, -1) if num % h == 0 and h * row_bytes % COPY_BYTES == 0]
     if not able or row_bytes % 16:
-        expected = f'a multiple of {COPY_BYTES} bytes a token for backend="pallas"'
-        got = f"{num} heads of {spec.head_dim} in {spec.cache.dtype}"
-        raise NotImplementedError(sentence("k_cache", expected, got, 'backend="triton" takes any'))
+        expected = f"a multiple of 16 bytes a head and of {COPY_BYTES} a token"
+        got = f"num_kv_heads={num} of head_dim={spec.head_dim} in {spec.cache.dtype}"
+        cure = 'backend="triton" takes any'
+        message = sentence("k_cache", f'{expected} for backend="pallas"', got, cure)
+        raise NotImplementedError(message)
     return [h for h in sizes if h in able] or able[-1:]
 
 
