@@ -3,7 +3,6 @@
 No fault writes outside of the memory that it was given: where one goes astray, the problem or the
 edit keeps it inside.
 """
-# ruff: noqa: E501  a table of edits of source lines
 
 import dataclasses
 import functools
