@@ -323,7 +323,7 @@ def run(
             job = _run.prepare(checkpoint, hidden, out, chunk, name, dtype, max_position)
             device = str(job.materializer.device)
             compiled = bool(gpus(job.framework))
-        with new_progress() as progress:
+        with _run.interruptible(), new_progress() as progress:
             total = len(job.positions)
             task = progress.add_task(f"{total} tokens", total=total)
             seconds = _run.run(job, lambda tokens: progress.advance(task, tokens))

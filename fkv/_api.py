@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from fkv._backends import choose, load
+from fkv._errors import sentence
 from fkv._frameworks import (
     cache_spec_of,
     carry_back,
@@ -17,6 +18,7 @@ from fkv._frameworks import (
 )
 from fkv._spec import (
     MATERIALIZE,
+    as_size,
     as_sizes,
     cache_arguments,
     check_cache_values,
@@ -208,7 +210,17 @@ def warmup(
     home = framework_of(arrays, MATERIALIZE)
     n_layers, head_dim = k_norm_weight.shape
     positions_dtype = positions_dtype or ("int64" if home.name == "torch" else "int32")
-    for tokens in total_ctx:
+    if not isinstance(total_ctx, Iterable):
+        got = f"{type(total_ctx).__name__} {total_ctx!r}"
+        raise TypeError(sentence("total_ctx", "a list of numbers of tokens", got))
+    for tokens in map(_tokens, total_ctx):
         kv = home.zeros((tokens, n_layers, 2 * num_kv_heads * head_dim), dtype, k_norm_weight)
         positions = home.zeros((tokens,), positions_dtype, k_norm_weight)
         home.wait(materialize(kv, k_norm_weight, eps, cos_sin_cache, positions, backend=backend))
+
+
+def _tokens(value: Any) -> int:
+    size = as_size("total_ctx", value)
+    if size is None or size < 0:
+        raise ValueError(sentence("total_ctx", "numbers of 0 or more tokens", str(value)))
+    return size

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fkv._errors import sentence
-from fkv._rope import rope_table
+from fkv._rope import MOST_ROWS, rope_table
 from fkv._spec import FLOATS
 
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # as safetensors names them
@@ -50,6 +50,13 @@ class Tensors:
         whole = self.prefix + start
         return [name.removeprefix(self.prefix) for name in self._of if name.startswith(whole)]
 
+    def count(self) -> int:
+        return len(self._of)
+
+    def value(self, name: str) -> Any:
+        """One tensor, whatever it is."""
+        return self._of[self.prefix + name].get_tensor(self.prefix + name)
+
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """dtype and shape."""
         if name not in self:
@@ -69,7 +76,7 @@ class Tensors:
             expected = f"{name} of {dtype} and shape {list(shape)}"
             why = "the dtype of the first layer's, the sizes of config.json"
             raise ValueError(sentence("folder", expected, f"{got[0]} {list(got[1])}", why))
-        return self._of[self.prefix + name].get_tensor(self.prefix + name)
+        return self.value(name)
 
 
 @contextmanager
@@ -112,27 +119,41 @@ def _number(config: dict[str, Any], name: str, default: Any = None, kind: type =
     value = config.get(name)
     value = default if value is None else value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = is_number and 0 <= value < 2**31  # neither NaN nor infinite
     if not is_number or (kind is int and (value != int(value) or value < 1)):
-        expected = f"a number {'of at least 1 ' if kind is int else ''}as {name}"
+        expected = f"a number of {'at least 1' if kind is int else '0 or more'} as {name}"
         raise ValueError(sentence("config.json", expected, repr(value)))
     return kind(value)
 
 
 def read_table(config: dict[str, Any], max_position: int | None) -> np.ndarray:
-    rows = config.get("max_position_embeddings") if max_position is None else max_position
-    if rows is None:
-        cure = "or give max_position"
-        raise ValueError(sentence("config.json", "max_position_embeddings", "none", cure))
-    return rope_table(config, int(rows))
+    if max_position is None:
+        if config.get("max_position_embeddings") is None:
+            cure = "or give max_position"
+            raise ValueError(sentence("config.json", "max_position_embeddings", "none", cure))
+        return rope_table(config, _number(config, "max_position_embeddings"))
+    if max_position > MOST_ROWS:
+        why = "float32 tells no more positions apart"
+        raise ValueError(sentence("max_position", f"at most {MOST_ROWS}", str(max_position), why))
+    return rope_table(config, max_position)
 
 
 def check_layers(tensors: Tensors, config: dict[str, Any], n_layers: int, projected: bool) -> None:
-    """Refuse what the projection would not see: a norm of V, quantized weights."""
+    """Refuse what the kernel would not see: a norm of V, scales, weights that aren't all."""
+    if n_layers > tensors.count():  # before going through them all
+        tensors.header(f"layers.{n_layers - 1}.self_attn.k_norm.weight")
     for index in range(n_layers):
         names = tensors.names(f"layers.{index}.self_attn.")
         if any(".v_norm." in name for name in names):
             why = "V is copied as it was projected"
             raise ValueError(sentence("folder", f"no v_norm at layer {index}", "one", why))
+        for name in names:
+            if name.endswith(("k_scale", "v_scale")) and not (tensors.value(name) == 1).all():
+                expected = f"{name.rpartition('.')[2]} 1 at layer {index}"
+                raise ValueError(sentence("folder", expected, name, "K and V are not scaled"))
+            if ".lora_" in name and not projected:
+                expected = f"merged weights at layer {index}"
+                raise ValueError(sentence("folder", expected, name, CURE))
         quantized = [n for n in names if n.endswith(QUANTIZED) and ("k_" in n or "v_" in n)]
         if quantized and not projected:
             expected = f"a projection that is not quantized at layer {index}"
@@ -255,10 +276,15 @@ def _files(folder: Path) -> list[Path]:
             raise FileNotFoundError(sentence("folder", expected, f"neither in {folder}"))
         return [path]
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        expected = f"an {index.name} with weight_map"
-        raise ValueError(sentence("folder", expected, _line(error))) from error
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except ValueError as error:
+        expected = f"a file of JSON as {index.name}"
+        raise ValueError(sentence("folder", expected, "another", _line(error))) from error
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
+        expected = f"a weight_map of names of files in {index.name}"
+        raise ValueError(sentence("folder", expected, "none" if files is None else "another"))
+    names = sorted(set(files.values()))
     for name in names:
         if not (folder / name).is_file():
             raise FileNotFoundError(sentence("folder", name, "none", f"{index.name} names it"))

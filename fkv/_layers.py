@@ -5,8 +5,11 @@ Every guard is here: what one kernel cannot do for all layers is an error that n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fkv._errors import sentence
 from fkv._frameworks import Torch
@@ -36,6 +39,9 @@ def read_layers(
     projected: bool,
 ) -> list[Layer]:
     """All of `layers`, once every guard has passed; `projected` looks at no weights."""
+    if not isinstance(layers, Iterable):
+        got, cure = type(layers).__name__, "those of a model, as model.layers"
+        raise TypeError(sentence("layers", "the layers of a draft model", got, cure))
     layers = list(layers)
     if not layers:
         raise ValueError(sentence("layers", "at least one layer", "none"))
@@ -70,7 +76,8 @@ def read_table(rotary_emb: Any, head_dim: int, rows: int | None) -> Any:
         return _table_of_transformers(rotary_emb, head_dim, rows)
     cos_sin_cache = _find(rotary_emb, "cos_sin_cache")
     if not Torch.owns(cos_sin_cache):
-        got = f"{type(rotary_emb).__name__} without it"
+        name = type(rotary_emb).__name__
+        got = f"{name} without it" if cos_sin_cache is None else f"{type(cos_sin_cache).__name__}"
         raise TypeError(sentence("rotary_emb", "a cos_sin_cache of type torch.Tensor", got))
     if rows is not None and rows > len(cos_sin_cache):
         cos_sin_cache = grown_table(rotary_emb, rows)
@@ -179,16 +186,26 @@ def _k_norm(attention: Any, head_dim: int, index: int) -> tuple[Any, float]:
     ):
         eps = _find(owner, name)
         if eps is not None:
-            return weight.detach(), float(eps)
+            return weight.detach(), _eps(eps, name, index)
     raise TypeError(_at("k_norm.variance_epsilon", index, "none"))
+
+
+def _eps(value: Any, name: str, index: int) -> float:
+    try:
+        eps = float(value)
+    except (TypeError, ValueError):
+        eps = math.nan
+    if not 0 <= eps < float(np.finfo(np.float32).max):
+        raise ValueError(_at(f"a finite number of 0 or more as {name}", index, repr(value)))
+    return eps
 
 
 def _projection(attention: Any, kv_size: int, index: int) -> tuple[tuple, tuple | None]:
     """Weights and biases of K and V."""
     if hasattr(attention, "qkv_proj"):
         q_size = int(_get(attention, "q_size", index, "self_attn.q_size"))
-        own = int(getattr(attention, "kv_size", kv_size))
-        if own != kv_size:
+        own = _find(attention, "kv_size")
+        if own is not None and own != kv_size:
             expected = f"kv_size = num_kv_heads*head_dim = {kv_size}"
             raise ValueError(_at(expected, index, str(own)))
         rows = q_size + 2 * kv_size
@@ -234,6 +251,9 @@ def _linear(linear: Any, name: str, sizes: str, rows: int, index: int) -> tuple[
     if bias is not None and (not Torch.owns(bias) or tuple(bias.shape) != (rows,)):
         got = str(list(bias.shape)) if Torch.owns(bias) else type(bias).__name__
         raise ValueError(_at(f"{name}.bias of shape [{rows}]", index, got))
+    if bias is not None and bias.dtype != weight.dtype:
+        why = "the dtype of its weight"
+        raise ValueError(_at(f"{name}.bias of {_dtype(weight)}", index, _dtype(bias), why))
     return weight.detach(), None if bias is None else bias.detach()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from fkv import _checkpoint
 from fkv._api import materialize, write_cache
 from fkv._backends import BackendName
 from fkv._errors import sentence
-from fkv._frameworks import Framework, is_on_host, is_traced
+from fkv._frameworks import Framework, is_on_host, is_traced, type_name
 from fkv._layers import check_same, copy_layers, grown_table, read_layers, read_table
 from fkv._spec import FLOATS, check_eps, check_positions
 from fkv._weights import (
@@ -88,6 +89,7 @@ class KVMaterializer:
     """
 
     rotary_emb: Any = None  # None where the table was given
+    _is_lending = False  # what `materialize` has not handed out yet
     _weights: Weights
     _static: Static
     _workspace: dict[str, Buffer]  # on torch: kv, and k and v of `materialize`
@@ -227,6 +229,8 @@ class KVMaterializer:
             raise ValueError(sentence("framework", '"torch" or "jax"', repr(framework)))
         if max_position is not None:
             max_position = check_size("max_position", max_position)
+        if not isinstance(folder, str | os.PathLike):
+            raise TypeError(sentence("folder", "a path", type_name(folder)))
         folder, projected = Path(folder), project is not None
         config = _checkpoint.read_config(folder)
         sizes = _checkpoint.sizes_of(config)
@@ -235,7 +239,7 @@ class KVMaterializer:
         if framework == "torch":
             maker = _checkpoint.TorchMaker(_torch_device(device), dtype)
         else:
-            maker = _checkpoint.JaxMaker(device, dtype)
+            maker = _checkpoint.JaxMaker(_jax_device(device), dtype)
         with _checkpoint.open_tensors(folder, maker.name) as tensors:
             _checkpoint.check_layers(tensors, config, sizes.n_layers, projected)
             arrays = _checkpoint.read_arrays(tensors, sizes, maker.empty, maker.put, projected)
@@ -432,6 +436,12 @@ class KVMaterializer:
         if self._on_jax:
             expected, cure = "a materializer of torch tensors", "k, v = m(ctx_hidden, positions)"
             raise TypeError(sentence("write_layer_kv", expected, "one of jax arrays", cure))
+        if not callable(write_layer_kv):
+            got = type_name(write_layer_kv)
+            raise TypeError(sentence("write_layer_kv", "a function of (layer, k, v)", got))
+        if self._is_lending:
+            expected, cure = "no call within itself", "m(ctx_hidden, positions) has its own arrays"
+            raise ValueError(sentence("write_layer_kv", expected, "one", cure))
         self._check(ctx_hidden, positions)
         s, total_ctx = self._static, ctx_hidden.shape[0]
         if total_ctx == 0:
@@ -440,8 +450,12 @@ class KVMaterializer:
         shape = (s.n_layers, total_ctx, s.num_kv_heads, s.head_dim)
         k_out, v_out = (self._workspace[name].take(kv, shape, 1) for name in ("k", "v"))
         k, v = _call(self, kv, positions, k_out, v_out)
-        for layer in range(s.n_layers):
-            write_layer_kv(layer, k[layer], v[layer])
+        self._is_lending = True
+        try:
+            for layer in range(s.n_layers):
+                write_layer_kv(layer, k[layer], v[layer])
+        finally:
+            self._is_lending = False
 
     def write_cache(
         self,
@@ -626,6 +640,9 @@ def _project(m: KVMaterializer, ctx_hidden: Any) -> Any:
     shape = (ctx_hidden.shape[0], s.n_layers, width)
     if s.project is not None:
         kv = s.project(ctx_hidden)
+        if not s.home.owns(kv):
+            expected = f"a function whose result is a {s.home.kind}"
+            raise TypeError(sentence("project", expected, type_name(kv)))
         if tuple(kv.shape) not in (shape, (shape[0], s.n_layers * width)):
             expected = f"a result of shape {list(shape)} or {[shape[0], s.n_layers * width]}"
             raise ValueError(sentence("project", expected, str(list(kv.shape))))
@@ -734,10 +751,22 @@ def _torch_device(device: Any) -> Any:
 
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    return torch.empty(0, device=device).device if device.index is None else device
+    try:
+        device = torch.device(device)
+        if device.type == "cpu":
+            return torch.device("cpu")
+        return torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        line = next(iter(str(error).splitlines()), "")
+        raise ValueError(sentence("device", "a device of torch", repr(device), line)) from error
+
+
+def _jax_device(device: Any) -> Any:
+    import jax
+
+    if device is None or isinstance(device, jax.Device | jax.sharding.Sharding):
+        return device
+    raise TypeError(sentence("device", "a jax.Device or None", repr(device), "jax.devices()[0]"))
 
 
 def _float_name(dtype: Any) -> str:

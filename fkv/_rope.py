@@ -10,7 +10,15 @@ import numpy as np
 
 from fkv._errors import sentence
 
+MOST_ROWS = 1 << 24  # positions that float32 tells apart
 BLOCK = 1 << 16  # rows whose float64 angles are in memory at a time
+
+
+NUMBERS = (
+    *("rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+    *("max_position_embeddings", "original_max_position_embeddings"),
+)
 
 
 def rope_table(config: Mapping[str, Any], rows: int) -> np.ndarray:
@@ -40,7 +48,10 @@ def frequencies(config: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     Source: transformers, modeling_rope_utils.py. Both of its generations of keys are read:
     `rope_parameters`, and `rope_scaling` beside `rope_theta`.
     """
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(sentence("config.json", "an object as rope_scaling", repr(rope)))
+    rope = dict(rope)
     if any(isinstance(value, Mapping) for value in rope.values()):
         got = f"one each for {', '.join(rope)}"
         raise NotImplementedError(sentence("config.json", "one RoPE for all layers", got))
@@ -52,24 +63,45 @@ def frequencies(config: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     if theta is None:
         raise ValueError(sentence("config.json", "rope_theta", "none"))
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    dim = int(head_dim * (1.0 if part is None else part))
-    if dim % 2 or not 0 < dim <= head_dim:
-        even = f"an even rotary size up to head_dim = {head_dim}"
-        raise ValueError(sentence("config.json", even, f"{dim}", f"partial_rotary_factor {part}"))
     longest = config.get("max_position_embeddings")
     original = config.get(
         "original_max_position_embeddings", rope.get("original_max_position_embeddings", longest)
     )
+    numbers = rope | {
+        "rope_theta": theta,
+        "partial_rotary_factor": part,
+        "max_position_embeddings": longest,
+        "original_max_position_embeddings": original,
+    }
+    for name, value in numbers.items():
+        least = "0 or more" if name.startswith("mscale") else "above 0"
+        if name in NUMBERS and value is not None and not _is_number(value, least):
+            expected = f"a finite number {least} as {name}"
+            raise ValueError(sentence("config.json", expected, repr(value)))
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    dim = int(head_dim * (1.0 if part is None else part))
+    if dim % 2 or not 0 < dim <= head_dim:
+        even = f"an even rotary size up to head_dim = {head_dim}"
+        raise ValueError(sentence("config.json", even, f"{dim}", f"partial_rotary_factor {part}"))
     steps = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     periods = np.power(float(theta), steps.astype(np.float64)).astype(np.float32)
     try:
-        return KINDS[kind](periods, rope | {"original": original, "longest": longest}, float(theta))
-    except (KeyError, TypeError) as error:
+        lengths = {"original": original, "longest": longest}
+        inv_freq, factor = KINDS[kind](periods, rope | lengths, float(theta))
+    except (KeyError, TypeError, ArithmeticError) as error:
         missing = error.args[0] if isinstance(error, KeyError) else "numbers"
         expected = f"{missing} for rope_type {kind!r}"
         raise ValueError(sentence("config.json", expected, repr(rope))) from error
+    if not (np.isfinite(inv_freq).all() and (inv_freq > 0).all() and 0 < factor < math.inf):
+        expected = f"numbers that make a RoPE of rope_type {kind!r}"
+        raise ValueError(sentence("config.json", expected, repr(rope)))
+    return inv_freq, factor
+
+
+def _is_number(value: Any, least: str) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value < math.inf and (value > 0 or least == "0 or more")
 
 
 def _default(periods: np.ndarray, rope: dict[str, Any], theta: float) -> tuple[np.ndarray, float]:
@@ -83,6 +115,9 @@ def _linear(periods: np.ndarray, rope: dict[str, Any], theta: float) -> tuple[np
 def _llama3(periods: np.ndarray, rope: dict[str, Any], theta: float) -> tuple[np.ndarray, float]:
     """Slower by the factor where a turn is longer than the context, smoothly in between."""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    if low >= high:
+        got = f"{low} and {high}"
+        raise ValueError(sentence("config.json", "low_freq_factor below high_freq_factor", got))
     fast, length = 1 / periods, rope["original"]
     turn = 2 * math.pi / fast
     slow = np.where(turn > length / low, fast / factor, fast)
@@ -111,7 +146,10 @@ def _yarn(periods: np.ndarray, rope: dict[str, Any], theta: float) -> tuple[np.n
         """Which makes so many turns in the context."""
         return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    fast, slow = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+    if fast < slow:
+        raise ValueError(sentence("config.json", "beta_slow up to beta_fast", f"{slow} and {fast}"))
+    low, high = dimension(fast), dimension(slow)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -68,7 +69,8 @@ def prepare(
     """Load the checkpoint and look at all that can be wrong before anything is written."""
     if not hidden.is_file():
         raise FileNotFoundError(sentence("HIDDEN", "a file", f"{hidden}, which is none"))
-    _check_out(out, hidden)
+    out = Path(os.path.realpath(out))  # a link stays one
+    _check_out(out, hidden, checkpoint)
     backend = backend or ("triton" if importlib.util.find_spec("torch") else "pallas")
     framework: Literal["torch", "jax"] = "torch" if backend == "triton" else "jax"
     assert BACKENDS[backend].framework == framework
@@ -171,8 +173,11 @@ def _write(file: BinaryIO, begin: int, job: Job, part: slice, array: np.ndarray)
     """The tokens of `part` into each layer of an array [L, T, H, D]."""
     row = array.shape[2]
     for layer, tokens in enumerate(array):
-        file.seek(begin + (layer * len(job.positions) + part.start) * row)
-        file.write(np.ascontiguousarray(tokens).data)
+        try:
+            file.seek(begin + (layer * len(job.positions) + part.start) * row)
+            file.write(np.ascontiguousarray(tokens).data)
+        except OSError as error:
+            raise _unwritable(job.out, error) from error
 
 
 @contextlib.contextmanager
@@ -182,11 +187,36 @@ def _whole(out: Path) -> Iterator[BinaryIO]:
         try:
             yield file  # type: ignore[misc]
             file.flush()
-            os.chmod(file.name, 0o644)
+            os.chmod(file.name, _mode(out))
             os.replace(file.name, out)
-        except BaseException:  # Ctrl-C too
+        except BaseException:  # Ctrl-C too, and what `interruptible` makes of other signals
             os.unlink(file.name)
             raise
+
+
+def _mode(out: Path) -> int:
+    """Of the file that is replaced, or what a new one gets."""
+    if out.exists():
+        return out.stat().st_mode & 0o7777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """What ends a process is an exception within, so that nothing is left behind."""
+
+    def stop(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [signal.signal(number, stop) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -202,18 +232,26 @@ def _open(path: Path, reader: str) -> Iterator[Any]:
         yield file
 
 
-def _check_out(out: Path, hidden: Path) -> None:
+def _check_out(out: Path, hidden: Path, checkpoint: Path) -> None:
     if not out.parent.is_dir():
         raise FileNotFoundError(sentence("--out", "a file in a folder that exists", str(out)))
     if out.is_dir() or (out.exists() and out.samefile(hidden)):
         got = f"the folder {out}" if out.is_dir() else "HIDDEN itself"
         raise ValueError(sentence("--out", "a file of its own", got))
+    if out.exists() and not out.is_file():
+        raise ValueError(sentence("--out", "a file", f"{out}, a device or a pipe"))
+    others = checkpoint.iterdir() if out.exists() and checkpoint.is_dir() else ()
+    if any(out.samefile(other) for other in others if other.is_file()):
+        raise ValueError(sentence("--out", "a file of its own", f"{out} of the checkpoint"))
     try:
         with tempfile.TemporaryFile(dir=out.parent):
             pass
     except OSError as error:
-        expected = "a file that can be written"
-        raise OSError(sentence("--out", expected, str(out), error.strerror or "")) from error
+        raise _unwritable(out, error) from error
+
+
+def _unwritable(out: Path, error: OSError) -> OSError:
+    return OSError(sentence("--out", "a file that can be written", str(out), error.strerror or ""))
 
 
 def _width(m: fkv.KVMaterializer, name: str) -> int:

@@ -89,6 +89,10 @@ def check_target(weights: Weights, eps: float | None) -> None:
     if len(fc.shape) != 2 or fc.shape[0] != hidden:
         expected = f"shape [hidden={hidden}, n_features*hidden]"
         raise ValueError(sentence("fc_weight", expected, str(list(fc.shape))))
+    if weights.kv_weight is not None:
+        check_dtype("fc_weight", fc, weights.kv_weight, "the dtype of kv_weight")
+    if not (isinstance(eps, int | float) and 0 <= eps < float("inf")):
+        raise ValueError(sentence("hidden_norm_eps", "a finite number of 0 or more", repr(eps)))
     if tuple(norm.shape) != (hidden,):
         expected, got = f"shape [hidden={hidden}]", str(list(norm.shape))
         raise ValueError(sentence("hidden_norm_weight", expected, got))

@@ -411,6 +411,103 @@ BAD = {
         "`config.json`: expected factor for rope_type 'linear', got "
         "{'rope_type': 'linear', 'rope_theta': 10000.0}",
     ),
+    "theta": (
+        ValueError,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1}},
+        {},
+        (),
+        "`config.json`: expected a finite number above 0 as rope_theta, got -1",
+    ),
+    "theta_is_no_number": (
+        ValueError,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "4"}},
+        {},
+        (),
+        "`config.json`: expected a finite number above 0 as rope_theta, got '4'",
+    ),
+    "factor": (
+        ValueError,
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": float("nan")}},
+        {},
+        (),
+        "`config.json`: expected a finite number above 0 as factor, got nan",
+    ),
+    "llama3_factors": (
+        ValueError,
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                **dict(rope_theta=1e4, factor=8, low_freq_factor=4, high_freq_factor=4),
+            }
+        },
+        {},
+        (),
+        "`config.json`: expected low_freq_factor below high_freq_factor, got 4 and 4",
+    ),
+    "yarn_betas": (
+        ValueError,
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                **dict(rope_theta=1e4, factor=8, beta_slow=9, beta_fast=8),
+            }
+        },
+        {},
+        (),
+        "`config.json`: expected beta_slow up to beta_fast, got 9 and 8",
+    ),
+    "rope_in_words": (
+        ValueError,
+        {"rope_parameters": "yarn"},
+        {},
+        (),
+        "`config.json`: expected an object as rope_scaling, got 'yarn'",
+    ),
+    "many_layers": (
+        ValueError,
+        {"num_hidden_layers": 10**9},
+        {},
+        (),
+        "`folder`: expected tensor layers.999999999.self_attn.k_norm.weight, got none "
+        "(the names are those of Qwen3, with or without the prefix model.)",
+    ),
+    "no_number": (
+        ValueError,
+        {"hidden_size": float("nan")},
+        {},
+        (),
+        "`config.json`: expected a number of at least 1 as hidden_size, got nan",
+    ),
+    "negative_eps": (
+        ValueError,
+        {"rms_norm_eps": -1.0},
+        {},
+        (),
+        "`config.json`: expected a number of 0 or more as rms_norm_eps, got -1.0",
+    ),
+    "rows": (
+        ValueError,
+        {"max_position_embeddings": True},
+        {},
+        (),
+        "`config.json`: expected a number of at least 1 as max_position_embeddings, got True",
+    ),
+    "d_17_kv_scale": (
+        ValueError,
+        {},
+        {"layers.1.self_attn.attn.k_scale": torch.tensor(2.0)},
+        (),
+        "`folder`: expected k_scale 1 at layer 1, got layers.1.self_attn.attn.k_scale "
+        "(K and V are not scaled)",
+    ),
+    "adapter": (
+        ValueError,
+        {},
+        {f"{K_PROJ}.lora_A.weight": torch.zeros(2, HIDDEN)},
+        (),
+        f"`folder`: expected merged weights at layer 1, got {K_PROJ}.lora_A.weight "
+        "(project=callable takes the place of the projection)",
+    ),
     "gemma": (
         NotImplementedError,
         {"model_type": "gemma3_text"},
@@ -528,7 +625,12 @@ def test_files_that_are_not_there_or_broken(tmp_path):
     refused(ValueError, "`folder`: expected a safetensors file, got model.safetensors (")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("{}")
-    refused(ValueError, f"`folder`: expected an {index.name} with weight_map, got 'weight_map'")
+    names = f"`folder`: expected a weight_map of names of files in {index.name}, got"
+    refused(ValueError, f"{names} none")
+    index.write_text(json.dumps({"weight_map": {"a": 3}}))
+    refused(ValueError, f"{names} another")
+    index.write_text("{")
+    refused(ValueError, f"`folder`: expected a file of JSON as {index.name}, got another (Expect")
     index.write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
     refused(
         FileNotFoundError,
@@ -539,3 +641,23 @@ def test_files_that_are_not_there_or_broken(tmp_path):
     )
     refused(ValueError, "`dtype`: expected bfloat16 or float16 or float32, got int8", dtype="int8")
     refused(ValueError, "`max_position`: expected at least 1, got 0", max_position=0)
+    message = "`device`: expected a device of torch, got 'banana' ("
+    refused(ValueError, message, device="banana")
+    message = f"`max_position`: expected at most {2**24}, got {2**40} (float32 tells"
+    refused(ValueError, message, max_position=2**40)
+    with pytest.raises(TypeError, match=r"^`folder`: expected a path, got NoneType$"):
+        fkv.KVMaterializer.from_checkpoint(None)
+
+
+def test_scales_of_1_change_nothing(tmp_path):
+    tensors = {"layers.1.self_attn.attn.k_scale": torch.tensor(1.0)}
+    assert fkv.KVMaterializer.from_checkpoint(draft(tmp_path, {}, tensors, ())).n_layers == L
+
+
+@pytest.mark.needs("jax")
+def test_devices_of_jax(tmp_path):
+    message = "^`device`: expected a jax.Device or None, got 'cpu' "
+    with pytest.raises(TypeError, match=message):
+        fkv.KVMaterializer.from_checkpoint(
+            draft(tmp_path, {}, {}, ()), framework="jax", device="cpu"
+        )

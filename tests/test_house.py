@@ -13,7 +13,7 @@ HOUSE = Path(fkv.__file__).parent
 BACKENDS = ("triton", "pallas")
 RULES = {  # module -> what of fkv it may import
     "__init__": {"reference", "_api", "_materializer"},
-    "_api": {"_backends", "_frameworks", "_spec"},
+    "_api": {"_backends", "_errors", "_frameworks", "_spec"},
     "_backends": {"_errors"},
     "_errors": set(),
     "_frameworks": {"_errors", "_spec"},

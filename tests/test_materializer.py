@@ -247,6 +247,19 @@ def test_d_18_a_callback_that_raises_leaves_it_usable():
     assert_right(problem_of(layers, m.project(hidden), positions), *collect(m, hidden, positions))
 
 
+def test_d_18_no_call_within_itself():
+    """It would write over what the callback has not been given yet."""
+    m, layers = make(), make_layers()
+    hidden, positions = inputs()
+    message = (
+        "`write_layer_kv`: expected no call within itself, got one "
+        "(m(ctx_hidden, positions) has its own arrays)"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        m.materialize(hidden, positions, lambda *_: m.materialize(hidden, positions, print))
+    assert_right(problem_of(layers, m.project(hidden), positions), *collect(m, hidden, positions))
+
+
 def test_no_tokens():
     """Nothing is written, as in SGLang, and the arguments are checked all the same."""
     m, calls = make(), []

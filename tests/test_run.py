@@ -1,7 +1,9 @@
 """python -m fkv run: files in, a file out, whole or not at all."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -183,6 +185,17 @@ def test_files_that_are_refused(files, tmp_path):
     refused(
         "`--out`: expected a file of its own, got HIDDEN itself", folder, hidden, "--out", hidden
     )
+    weights = folder / "model.safetensors"
+    before = weights.read_bytes()
+    message = f"`--out`: expected a file of its own, got {weights} of the checkpoint"
+    refused(message, folder, hidden, "--out", weights)
+    assert weights.read_bytes() == before
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    message = f"`--out`: expected a file, got {pipe}, a device or a pipe"
+    refused(message, folder, hidden, "--out", pipe)
+    assert pipe.is_fifo()
+    pipe.unlink()
     broken = tmp_path / "broken"
     broken.write_bytes(b"not that")
     status, output = run(folder, broken, *end)
@@ -288,6 +301,39 @@ def test_nothing_is_left_of_what_was_not_finished(files, monkeypatch, error):
     assert {path.name for path in out.parent.iterdir()} == {"draft", hidden.name, out.name}
     if error is not KeyboardInterrupt:
         assert result.output == "fkv: OSError: [Errno 28] No space left on device\n"
+
+
+def test_links_and_modes(files):
+    """A link stays one, a file keeps its mode, and a new one gets the usual."""
+    folder, write, out = files
+    hidden = write()
+    link = out.with_name("link")
+    link.symlink_to(out)
+    mask = os.umask(0o027)
+    try:
+        assert run(folder, hidden, "--out", link)[0] == 0
+        assert link.is_symlink()
+        assert out.stat().st_mode & 0o777 == 0o640
+        out.chmod(0o600)
+        assert run(folder, hidden, "--out", link)[0] == 0
+        assert out.stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(mask)
+
+
+def test_a_signal_leaves_nothing(files, monkeypatch):
+    folder, write, out = files
+    hidden = write()
+
+    def end(job, part):
+        os.kill(os.getpid(), signal.SIGTERM)
+        yield from ()
+
+    monkeypatch.setattr(_run, "_materialize", end)
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(folder, hidden, "--out", out)[0] == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert {path.name for path in out.parent.iterdir()} == {"draft", hidden.name}
 
 
 @pytest.mark.parametrize("chunk", ["0", "x"])
