@@ -258,3 +258,14 @@ def test_pallas_names_triton(framework):
             arrays,
             backend="pallas",
         )
+
+
+def test_warmup_wants_numbers_of_tokens(arrays):
+    side = [arrays[name] for name in ("k_norm_weight", "eps", "cos_sin_cache")]
+    for kind, bad, message in (
+        (TypeError, 16, "expected a list of numbers of tokens, got int 16"),
+        (TypeError, ["a"], "expected an integer or None, got str 'a'"),
+        (ValueError, [3, -1], "expected numbers of 0 or more tokens, got -1"),
+    ):
+        with pytest.raises(kind, match=f"^{re.escape(f'`total_ctx`: {message}')}$"):
+            fkv.warmup(*side, num_kv_heads=2, total_ctx=bad)

@@ -519,6 +519,21 @@ CURE = "(project=callable takes the place of the projection)"
 CURE_DTYPE = "(quantized? project=callable takes the place of the projection)"
 GUARDS = {
     "no_layers": (ValueError, list, "expected at least one layer, got none"),
+    "not_layers": (
+        TypeError,
+        lambda: 3,
+        "expected the layers of a draft model, got int (those of a model, as model.layers)",
+    ),
+    "eps_in_words": (
+        ValueError,
+        lambda: with_norm(1, variance_epsilon="a"),
+        "expected a finite number of 0 or more as variance_epsilon at layer 1, got 'a'",
+    ),
+    "eps_past_float32": (
+        ValueError,
+        lambda: with_norm(1, variance_epsilon=1e50),
+        "expected a finite number of 0 or more as variance_epsilon at layer 1, got 1e+50",
+    ),
     "num_kv_heads": (
         ValueError,
         lambda: changed(1, num_kv_heads=3),
@@ -682,6 +697,11 @@ GUARDS = {
         lambda: changed(1, rotary_emb=Rope(rotary_dim=8)),
         f"expected rotary_dim 16 at layer 1, got 8 {SERVES}",
     ),
+    "dtype_of_the_bias": (
+        ValueError,
+        lambda: with_weight(1, lambda w: w, bias=torch.nn.Parameter(torch.ones(128).bfloat16())),
+        "expected qkv_proj.bias of float32 at layer 1, got bfloat16 (the dtype of its weight)",
+    ),
     "bias": (
         ValueError,
         lambda: with_weight(1, lambda w: w, bias=torch.nn.Parameter(torch.ones(3))),
@@ -825,6 +845,16 @@ def test_inputs_that_are_refused():
         for call in (m, lambda *x: m.materialize(*x, print)):
             with pytest.raises(kind, match=f"^{re.escape(message)}$"):
                 call(*bad)
+    message = "`write_layer_kv`: expected a function of (layer, k, v), got NoneType"
+    for tokens in (0, 5):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            m.materialize(hidden[:tokens], positions[:tokens], None)
+    message = "`project`: expected a function whose result is a torch.Tensor, got NoneType"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        make(project=lambda x: None)(hidden, positions)
+    message = "`device`: expected a device of torch, got 'banana' ("
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        fkv.KVMaterializer(make_layers(), Rope(), H, D, "banana")
     with torch.no_grad():
         m(hidden.clone().requires_grad_(), positions)
     message = "`target_hidden`: expected a draft with fc.weight and hidden_norm.weight alone, got "
